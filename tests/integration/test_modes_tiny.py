@@ -100,11 +100,8 @@ class HalfHopeless(SingleTurnEnvironment):
     """Numbers that begin with an even digit are never right; the others always, but for responses that begin with 3, 4 or 5."""
 
     def step(self, message_log_batch, metadata):
-        rewards = [
-            float(prompt_text(log)[0] in "13579" and assistant_text(log)[:1] not in ("3", "4", "5"))
-            for log in message_log_batch
-        ]
-        return self._finish(rewards, metadata)
+        texts = [(prompt_text(log)[0], assistant_text(log)[:1]) for log in message_log_batch]
+        return self._finish([float(a in "13579" and b not in ("3", "4", "5")) for a, b in texts], metadata)
 
 
 @pytest.mark.parametrize("mode", ["dapo", "prorlv2"])

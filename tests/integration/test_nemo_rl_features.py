@@ -30,11 +30,8 @@ def test_gdpo_normalises_each_reward_component_separately(tmp_path, monkeypatch)
         batches.append((batch, batch["advantages"]))
 
     monkeypatch.setattr(GroupAdvantages, "add", record)
-    options = (
-        "grpo.adv_estimator.name=gdpo",
-        "grpo.adv_estimator.reward_weights=[2.0,1.0]",
-        "grpo.adv_estimator.use_leave_one_out_baseline=false",
-    )
+    keys = ("name=gdpo", "reward_weights=[2.0,1.0]", "use_leave_one_out_baseline=false")
+    options = [f"grpo.adv_estimator.{key}" for key in keys]
     run = tiny.train(tmp_path, *tiny.SMALL, *options, "grpo.max_num_steps=2", environment=parts())
     assert len(run.history) == 2
     batch, advantages = batches[0]
@@ -98,11 +95,9 @@ def test_critic_ppo_epochs_sets_how_often_the_critic_trains_on_each_batch(tmp_pa
 
 
 def test_warm_start_value_checkpoint_without_a_critic_is_an_error_before_the_run(tmp_path):
-    config = load_ppo_config(
-        "ppo_tiny.yaml",
-        [f"ppo.warm_start_value_checkpoint={tmp_path}", f"checkpointing.checkpoint_dir={tmp_path}/none"],
-    )
+    start = f"ppo.warm_start_value_checkpoint={tmp_path}"
+    config = load_ppo_config("ppo_tiny.yaml", [start, f"checkpointing.checkpoint_dir={tmp_path}/none"])
     [finding] = [finding for finding in preflight(config) if finding.level == "error"]
     assert finding.key == "ppo.warm_start_value_checkpoint" and "value/weights" in finding.message
     with pytest.raises(ValueError, match="ppo.warm_start_value_checkpoint is .*value/weights is not there"):
-        tiny.make(tmp_path / "run", *PPO, f"ppo.warm_start_value_checkpoint={tmp_path}", config="ppo_tiny.yaml")
+        tiny.make(tmp_path / "run", *PPO, start, config="ppo_tiny.yaml")

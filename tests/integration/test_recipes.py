@@ -77,17 +77,12 @@ def test_keys_of_registered_components_are_checked_like_schema_keys(recipes, ove
 def test_user_registered_components_appear_in_the_configuration_page_and_cannot_be_registered_twice(recipes):
     page = document()
     for text in (
-        "or best_of_group or a dotted name |",
-        "| `adv_estimator.num_best` |",
-        "### `env.even_digits`",
-        "| `count_down` | `last` |",
-        "`csv_enabled`",
-        "| `csv.file` |",
-    ):
+        "or best_of_group or a dotted name |", "| `adv_estimator.num_best` |", "### `env.even_digits`",
+        "| `count_down` | `last` |", "`csv_enabled`", "| `csv.file` |",
+    ):  # fmt: skip
         assert text in page
-    with pytest.raises(
-        ConfigError, match="adv_estimator.name must be one of gae, raw_reward, opd, a dotted name, not 'best_of_group'"
-    ):
+    words = "adv_estimator.name must be one of gae, raw_reward, opd, a dotted name, not 'best_of_group'"
+    with pytest.raises(ConfigError, match=words):
         load_ppo_config("ppo_tiny.yaml", ["ppo.adv_estimator.name=best_of_group"])  # it is GRPO's
     with pytest.raises(ValueError, match="the logger back end csv is there already|logger has a key csv already"):
         register_logger("csv", None)
@@ -96,11 +91,8 @@ def test_user_registered_components_appear_in_the_configuration_page_and_cannot_
 
 
 def test_keys_of_a_component_that_is_not_registered_are_reported_as_unknown():
-    assert not any(
-        name in table
-        for table in (ADVANTAGE_ESTIMATORS, ENV_REGISTRY, DATASET_REGISTRY, LOGGER_BACKENDS)
-        for name in ADDED
-    )
+    tables = (ADVANTAGE_ESTIMATORS, ENV_REGISTRY, DATASET_REGISTRY, LOGGER_BACKENDS)
+    assert not any(name in table for table in tables for name in ADDED)
     assert "csv" not in LoggerConfig.model_fields and "best_of_group" not in document()
     with pytest.raises(ConfigError, match=r"logger\.csv_enabled is unknown"):
         load_grpo_config("grpo_tiny.yaml", ["++logger.csv_enabled=true"])

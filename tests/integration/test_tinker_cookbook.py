@@ -49,10 +49,8 @@ def write_rows(file: Path, rows: list[dict]) -> None:
 
 def write_data(root: Path) -> None:
     """A local folder by the name of each data set that the recipes load."""
-    chats = [
-        {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"it is {i}"}]}
-        for i in range(8)
-    ]
+    said = [({"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"it is {i}"}) for i in range(8)]
+    chats = [{"messages": list(messages)} for messages in said]
     write_rows(root / "conversations.jsonl", chats)
     for split in ("train", "test"):
         write_rows(root / f"HuggingFaceH4/no_robots/{split}.jsonl", chats)
@@ -61,10 +59,8 @@ def write_data(root: Path) -> None:
             for i in range(8)
         ]
         write_rows(root / f"Anthropic/hh-rlhf/{split}.jsonl", pairs)
-        write_rows(
-            root / f"openai/gsm8k/main/{split}.jsonl",
-            [{"question": f"what is {i}?", "answer": f"#### {i}"} for i in range(8)],
-        )
+        asked = [{"question": f"what is {i}?", "answer": f"#### {i}"} for i in range(8)]
+        write_rows(root / f"openai/gsm8k/main/{split}.jsonl", asked)
     write_rows(root / "allenai/tulu-3-sft-mixture/train.jsonl", chats)
     write_rows(root / "zwhe99/DeepMath-103K/train.jsonl", [{"question": f"what is {i}?"} for i in range(8)])
     said = [{"conversations": [{"from": "human", "value": "say"}, {"from": "gpt", "value": f"{i}"}]} for i in range(8)]

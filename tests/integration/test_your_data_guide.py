@@ -37,11 +37,7 @@ def test_files_printed_in_the_guide_on_own_data_pass_the_check_command(folder, c
 
 
 def test_run_trains_with_the_components_printed_in_the_guide_on_own_data(folder, capsys):
-    small = [
-        "grpo.num_prompts_per_step=4",
-        "policy.train_global_batch_size=32",
-        "grpo.max_num_steps=2",
-        "checkpointing.enabled=false",
-    ]
+    sizes = ["grpo.num_prompts_per_step=4", "policy.train_global_batch_size=32", "grpo.max_num_steps=2"]
+    small = [*sizes, "checkpointing.enabled=false"]
     assert run_grpo_math.main(["--config", "parts.yaml", *small]) == 0, capsys.readouterr().err
     assert "step 2/2 | reward" in capsys.readouterr().out

@@ -204,11 +204,8 @@ def test_built_in_advantage_estimators_give_equal_results_on_ragged_and_padded_b
             return estimator.compute_advantage(**inputs)
 
     lengths = torch.tensor([3, 5, 1, 4])
-    of_tokens = {
-        "token_mask": torch.ones(4, 5),
-        "generation_logprobs": -torch.rand(4, 5),
-        "reference_policy_logprobs": -torch.rand(4, 5),
-    }
+    of_tokens = {name: -torch.rand(4, 5) for name in ("generation_logprobs", "reference_policy_logprobs")}
+    of_tokens["token_mask"] = torch.ones(4, 5)
     of_samples = {"sample_mask": torch.tensor([1.0, 1, 0, 1]), "rewards": torch.tensor([1.0, 0, 2, 5]), "group_id": torch.tensor([0, 0, 1, 1]),
                   "reward/a": torch.tensor([1.0, 0, 1, 0]), "reward/b": torch.tensor([0.0, 3, 1, 1])}  # fmt: skip
     ids = torch.arange(20).view(4, 5)

@@ -181,10 +181,8 @@ def teacher(tmp_path_factory):
     folder = tmp_path_factory.mktemp("teacher")
     config = load_grpo_config("grpo_tiny.yaml", ["policy.optimizer.kwargs.lr=5e-3"]).policy
     policy = Policy(None, config, tiny_tokenizer(), seed=42, init_reference_model=False)
-    generator, loss = (
-        torch.Generator().manual_seed(0),
-        ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0)),
-    )
+    loss = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
+    generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         ids = torch.randint(4, 14, (256, 8), generator=generator)
         batch = {

@@ -26,11 +26,9 @@ def test_grpo_trains_response_tokens_with_leave_one_out_advantages(tmp_path):
     assert batch["input_ids"].shape[0] == 8 and batch["group_id"].tolist() == [0] * 4 + [1] * 4
     assert "prev_logprobs" not in batch and "reference_policy_logprobs" not in batch
     lengths = batch["input_lengths"].tolist()
+    prompt, width = len("prompt 0:"), batch["input_ids"].shape[1]
     for row, length in enumerate(lengths):
-        prompt = len("prompt 0:")
-        assert batch["token_mask"][row].tolist() == [0] * prompt + [1] * (length - prompt) + [0] * (
-            batch["input_ids"].shape[1] - length
-        )
+        assert batch["token_mask"][row].tolist() == [0] * prompt + [1] * (length - prompt) + [0] * (width - length)
     rewards = batch["rewards"]
     for group in (slice(0, 4), slice(4, 8)):  # leave-one-out baseline, by hand
         others = (rewards[group].sum() - rewards[group]) / 3
@@ -64,16 +62,13 @@ def test_grpo_step_logs_every_expected_metric(tmp_path):
     for stage in ("total_step_time", "generation", "reward_calculation", "data_processing", "policy_training", "prepare_for_generation/total",
                   "policy_and_reference_logprobs", "advantage_calculation"):  # fmt: skip
         assert f"timing/train/{stage}" in timing
-    assert (
-        "performance/tokens_per_sec" in logged(run, "performance/")[1]
-        and "memory/peak_rss_gb/run" in logged(run, "memory/")[1]
-    )
+    assert "performance/tokens_per_sec" in logged(run, "performance/")[1]
+    assert "memory/peak_rss_gb/run" in logged(run, "memory/")[1]
 
 
 def test_zero_std_groups_metric_counts_the_groups_with_equal_rewards(tmp_path):
-    run = train(
-        make(tmp_path, "grpo.max_num_steps=1", respond=lambda prompt, key: "2" if "0" in prompt or key[2] < 2 else "1")
-    )
+    respond = lambda prompt, key: "2" if "0" in prompt or key[2] < 2 else "1"  # noqa: E731
+    run = train(make(tmp_path, "grpo.max_num_steps=1", respond=respond))
     row = logged(run)[1]  # prompt 0: all right; prompt 1: two of four
     assert row["train/zero_std_groups"] == 1 and row["train/groups/pct_equal"] == 50.0
     assert row["train/reward"] == row["train/accuracy"] == 6 / 8
@@ -163,9 +158,8 @@ def test_run_stopped_by_checkpoint_must_save_by_is_not_reported_as_finished(tmp_
 
 
 def test_validation_runs_at_start_every_val_period_steps_and_at_the_end(tmp_path):
-    run = train(
-        make(tmp_path, "grpo.max_num_steps=3", "grpo.val_at_start=true", "grpo.val_at_end=true", "grpo.val_period=2")
-    )
+    validated = ("grpo.val_at_start=true", "grpo.val_at_end=true", "grpo.val_period=2")
+    run = train(make(tmp_path, "grpo.max_num_steps=3", *validated))
     assert [row["step"] for row in run.validations] == [0, 2, 3]
     assert sorted(logged(run, "validation/")) == [0, 2, 3]
     assert (run.log_dir / "val_data_step0.jsonl").exists()

@@ -43,9 +43,8 @@ def test_responses_with_outlying_length_are_penalized_by_their_modified_z_score(
 
 
 def test_length_penalty_does_not_change_groups_with_a_single_correct_response():
-    assert changes(
-        [1.0, 0.0, 0.0, 0.0], total_bonus=0.5, longest_total_penalty=0.5, group_total_length_penalty_coeff=1
-    ) == [1, 0, 0, 0]
+    terms = {"total_bonus": 0.5, "longest_total_penalty": 0.5, "group_total_length_penalty_coeff": 1}
+    assert changes([1.0, 0.0, 0.0, 0.0], **terms) == [1, 0, 0, 0]
 
 
 def test_length_profile_band_scales_the_rewards_of_correct_responses_by_their_length():
@@ -99,10 +98,8 @@ def test_length_penalty_is_computed_per_group_with_metrics_averaged_over_samples
 
 def test_length_penalty_is_not_applied_to_rewards_with_several_components():
     batch = rollouts(["aa", "a"], [1.0, 1.0], [0, 0], **{"reward/x": torch.ones(2)})
-    assert (
-        apply_length_penalty(batch, LengthPenaltyConfig(**BONUS), letters)["length_penalty/skipped_non_binary_frac"]
-        == 1.0
-    )
+    metrics = apply_length_penalty(batch, LengthPenaltyConfig(**BONUS), letters)
+    assert metrics["length_penalty/skipped_non_binary_frac"] == 1.0
     assert batch["total_reward"].tolist() == [1.0, 1.0]
 
 
@@ -118,13 +115,9 @@ def test_length_penalty_overrides_of_a_task_replace_single_keys_of_the_default()
 
 def test_length_profile_band_is_enabled_unless_its_section_or_the_default_disables_it():
     band = {"enabled": True, "defaults": {"total": {"a": 1, "b": 2, "f": 0.5}}}
-    assert LengthPenaltyConfig(profile_band=band).params_of("t").profile_band_total
-    assert (
-        not LengthPenaltyConfig(profile_band=band, default={"profile_band_total": False})
-        .params_of("t")
-        .profile_band_total
-    )
-    assert not LengthPenaltyConfig(profile_band=band | {"enabled": False}).params_of("t").profile_band_total
+    sections = (band, {}), (band, {"profile_band_total": False}), (band | {"enabled": False}, {})
+    configs = [LengthPenaltyConfig(profile_band=section, default=default) for section, default in sections]
+    assert [config.params_of("t").profile_band_total for config in configs] == [True, False, False]
 
 
 @pytest.mark.parametrize("least, std, expected", [

@@ -9,12 +9,8 @@ from nemo_rl_cpp.config import ConfigError
 from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 
 TIS = dict(
-    use_importance_sampling_correction=True,
-    truncated_importance_sampling_type="tis",
-    truncated_importance_sampling_ratio=2.0,
-)
-
-
+    use_importance_sampling_correction=True, truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=2.0
+)  # fmt: skip
 BAD = [  # further ones in tests/unit/config/test_config_mistakes.py
     dict(use_cispo=True, force_on_policy_ratio=True),
     dict(use_cispo=True, token_level_loss=False, sequence_level_importance_ratios=True),
@@ -56,18 +52,15 @@ def test_invalid_loss_setting_is_an_error_that_names_its_key():
     data, _, _, counts = batch()
     with pytest.raises(ValueError, match="reference_policy_kl_type"):
         ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_type="k4"))(torch.zeros(3, 7), data, *counts)
-    with pytest.raises(
-        ValueError, match="truncated_importance_sampling_type must be one of tis, .*geo-icepop, not 'other'"
-    ):
+    words = "truncated_importance_sampling_type must be one of tis, .*geo-icepop, not 'other'"
+    with pytest.raises(ValueError, match=words):
         ClippedPGLossFn(TIS | dict(truncated_importance_sampling_type="other"))
 
 
 def test_loss_accepts_its_settings_as_config_object_or_mapping():
-    for settings in (
-        ClippedPGLossConfig(ratio_clip_min=0.1, use_kl_in_reward=True),
-        {"ratio_clip_min": 0.1, "use_kl_in_reward": True},
-    ):
-        fn = ClippedPGLossFn(settings)
+    settings = {"ratio_clip_min": 0.1, "use_kl_in_reward": True}
+    for given in (settings, ClippedPGLossConfig(**settings)):
+        fn = ClippedPGLossFn(given)
         assert fn.ratio_clip_min == 0.1 and fn.reference_policy_kl_penalty == 0 and fn.ratio_clip_max == 0.2
 
 

@@ -80,10 +80,8 @@ def test_custom_estimator_that_gives_the_critic_no_returns_is_an_error():
 def test_custom_loss_is_called_with_the_arguments_in_its_signature():
     leaf = torch.zeros(2, 2, requires_grad=True)
     data = {"token_mask": torch.ones(2, 3), "sample_mask": torch.ones(2), "advantages": torch.ones(2, 3)}
-    loss = OwnLoss(Reinforce(2.0), SECTION)
-    value, metrics = loss(
-        data=data, global_valid_seqs=torch.tensor(2.0), global_valid_toks=torch.tensor(4.0), next_token_logprobs=leaf
-    )
+    counts = {"global_valid_seqs": torch.tensor(2.0), "global_valid_toks": torch.tensor(4.0)}
+    value, metrics = OwnLoss(Reinforce(2.0), SECTION)(data=data, next_token_logprobs=leaf, **counts)
     (gradient,) = torch.autograd.grad(value, leaf)
     assert gradient.tolist() == [[-0.5, -0.5], [-0.5, -0.5]] and metrics == {"own_loss_samples": 2.0}
 
@@ -152,11 +150,8 @@ def test_keyword_arguments_for_a_custom_component_that_is_not_configured_are_an_
 
 
 def test_run_trains_with_a_custom_estimator_and_loss(tmp_path):
-    names = (
-        f"grpo.adv_estimator.name={OWN}Centred",
-        "grpo.adv_estimator.kwargs={power:2}",
-        f"loss_fn.name={OWN}Reinforce",
-    )
+    kwargs = "grpo.adv_estimator.kwargs={power:2}"
+    names = (f"grpo.adv_estimator.name={OWN}Centred", kwargs, f"loss_fn.name={OWN}Reinforce")
     with tiny.make(tmp_path, *tiny.SMALL, *names, "grpo.max_num_steps=2") as run:
         before = run.policy.weight_digest()
         run.train()

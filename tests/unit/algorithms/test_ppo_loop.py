@@ -63,9 +63,7 @@ def test_all_ppo_epochs_train_with_the_values_and_returns_computed_after_the_rol
     critic = run.critic.model.trained[0]
     mask, rewards = critic["token_mask"], critic["rewards"]
     assert rewards.tolist() == [1.0, 1.0, 0.0, 0.0] * 2
-    torch.testing.assert_close(
-        critic["returns"] * mask, rewards[:, None] * mask
-    )  # lambda 1, gamma 1: the reward to come
+    torch.testing.assert_close(critic["returns"] * mask, rewards[:, None] * mask)  # lambda and gamma 1: the reward
     torch.testing.assert_close(critic["advantages"] * mask, (rewards[:, None] - 0.25) * mask)
     for batch in run.critic.model.trained:  # values and returns stay those of the rollout
         assert torch.equal(batch["values"], critic["values"]) and torch.equal(batch["returns"], critic["returns"])
@@ -88,9 +86,8 @@ def test_ppo_run_with_the_estimator_raw_reward_has_no_critic_metrics_or_checkpoi
     assert run.models == {"policy": run.policy}
     batch = run.policy.trained[0]
     assert "returns" not in batch and "values" not in batch
-    torch.testing.assert_close(
-        batch["advantages"] * batch["token_mask"], batch["rewards"][:, None] * batch["token_mask"]
-    )
+    mask = batch["token_mask"]
+    torch.testing.assert_close(batch["advantages"] * mask, batch["rewards"][:, None] * mask)
     assert not any("critic" in name for name in logged(run)[1])
     assert not (tmp_path / "checkpoints" / "step_2" / "value").exists()
 
@@ -105,9 +102,8 @@ def test_ppo_step_logs_every_expected_metric(tmp_path):
     expected = {f"critic/{name}" for name in critic} | common | {"last_epoch/critic/loss", "last_epoch/loss"}
     assert {f"train/{name}" for name in expected} <= set(row)
     timing = logged(run, "timing/train/")[1]
-    assert {
-        f"timing/train/{stage}" for stage in ("value_inference", "value_training", "policy_training", "generation")
-    } <= set(timing)
+    stages = ("value_inference", "value_training", "policy_training", "generation")
+    assert {f"timing/train/{stage}" for stage in stages} <= set(timing)
 
 
 def test_critic_metrics_match_hand_computed_values():
@@ -137,9 +133,8 @@ def test_ppo_checkpoint_contains_policy_and_critic(tmp_path):
     run = train(make(tmp_path, "ppo.max_num_steps=2"))
     step = tmp_path / "checkpoints" / "step_2"
     for model in ("policy", "value"):
-        assert (step / model / "weights" / "version").read_text() == "2" and (
-            step / model / "optimizer" / "version"
-        ).exists()
+        assert (step / model / "weights" / "version").read_text() == "2"
+        assert (step / model / "optimizer" / "version").exists()
     info = json.loads((step / "training_info.json").read_text())
     assert info["total_steps"] == 2 and info["draw_counter"] == 4
     again = make(tmp_path, "ppo.max_num_steps=2")

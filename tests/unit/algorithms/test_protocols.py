@@ -38,12 +38,8 @@ NATIVE = {
 
 def declared(protocol):
     """The names of a Protocol, those that it inherits included."""
-    return {
-        name
-        for cls in protocol.__mro__
-        for name in [*vars(cls), *inspect.get_annotations(cls)]
-        if not name.startswith("_")
-    }
+    names = {name for cls in protocol.__mro__ for name in [*vars(cls), *inspect.get_annotations(cls)]}
+    return {name for name in names if not name.startswith("_")}
 
 
 class Recorder:
@@ -69,11 +65,8 @@ def asked(tmp_path_factory):
         "checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.metric_name=null",
         "loss_fn.reference_policy_kl_penalty=0.1", "policy.reuse_generation_logprobs=never", "++logger.watched_enabled=true",
     )  # fmt: skip
-    register_logger(
-        "watched",
-        lambda *given, **more: Recorder(TensorboardLogger(*given, **more), names[LoggerBackend]),
-        TensorboardConfig,
-    )
+    logger = lambda *given, **more: Recorder(TensorboardLogger(*given, **more), names[LoggerBackend])  # noqa: E731
+    register_logger("watched", logger, TensorboardConfig)
     try:
         grpo = [("grpo_tiny.yaml", (*tiny.SMALL, *options)) for options in (TAUGHT, OF_WHOLE_DISTRIBUTIONS)]
         for config, options in (*grpo, ("ppo_tiny.yaml", PPO)):
@@ -110,10 +103,8 @@ def watch(run, names):
     run.checkpoints.owed = True  # a save was missed: the loop asks whether there is room for it
 
 
-TAUGHT = (
-    "grpo.adv_estimator.name=opd",
-    "on_policy_distillation={enabled:true,teacher_model_by_agent_name:{x:tiny-random}}",
-)
+TEACHER = "on_policy_distillation={enabled:true,teacher_model_by_agent_name:{x:tiny-random}}"
+TAUGHT = ("grpo.adv_estimator.name=opd", TEACHER)
 OF_WHOLE_DISTRIBUTIONS = (
     "grpo.adv_estimator.name=optimal_token_baseline", "loss_fn.name=gpg", "loss_fn.score_centering_k=2",
     "loss_fn.top_entropy_quantile=0.5",

@@ -78,9 +78,8 @@ def test_resume_prints_every_configuration_key_that_has_changed(root, run_of_two
     parts = [overrides] if "'" in overrides else overrides.split()
     run = resume(root, run_of_two_steps, *parts)
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Resuming "))
-    assert re.match(
-        r"Resuming \S+/run/checkpoints/step_2, saved 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d\. Changed since: ", line
-    )
+    time = r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d"
+    assert re.match(rf"Resuming \S+/run/checkpoints/step_2, saved {time}\. Changed since: ", line)
     assert SAID[overrides] in line and run.state.step == 2
 
 
@@ -137,10 +136,8 @@ def test_resuming_with_changed_keys_that_define_the_run_is_an_error(
 
 
 def config_of(root, base, *overrides, **paths):
-    folders = [
-        f"logger.log_dir={root / 'run' / 'logs'}",
-        f"checkpointing.checkpoint_dir={root / 'run' / 'checkpoints'}",
-    ]
+    home = root / "run"
+    folders = [f"logger.log_dir={home / 'logs'}", f"checkpointing.checkpoint_dir={home / 'checkpoints'}"]
     fixed = [*folders, "grpo.val_period=0", "grpo.val_at_end=false"]
     return load_grpo_config("grpo_tiny.yaml", [*fixed, *RUN, *own(base, **paths), *overrides])
 
@@ -198,10 +195,8 @@ def test_resuming_a_finished_run_prints_how_to_train_further(run_of_two_steps, c
 def test_second_run_in_the_checkpoint_folder_of_another_is_an_error_before_a_model_is_loaded(tmp_path, monkeypatch):
     first = tiny.make(tmp_path, *RUN)
     monkeypatch.setattr("nemo_rl_cpp.algorithms.parts.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
-    with pytest.raises(
-        FolderInUseError,
-        match=r"checkpoints is in use by this very process, since 20.*checkpointing.checkpoint_dir of its own",
-    ):
+    words = r"checkpoints is in use by this very process, since 20.*checkpointing.checkpoint_dir of its own"
+    with pytest.raises(FolderInUseError, match=words):
         tiny.make(tmp_path, *RUN)
     close(first)
 
@@ -261,18 +256,14 @@ PPO = (
 
 def test_changed_critic_keys_prevent_a_resume_like_changed_policy_keys(tmp_path, capsys):
     tiny.train(tmp_path, *PPO, config="ppo_tiny.yaml")
-    run = tiny.make(
-        tmp_path, *PPO, "value.megatron_cfg.optimizer.lr=0.25", "ppo.max_num_steps=2", config="ppo_tiny.yaml"
-    )
+    changed = ("value.megatron_cfg.optimizer.lr=0.25", "ppo.max_num_steps=2")
+    run = tiny.make(tmp_path, *PPO, *changed, config="ppo_tiny.yaml")
     close(run)
-    assert re.search(
-        r"Resuming .*step_1.*ppo.max_num_steps 1 -> 2, value.megatron_cfg.optimizer.lr .* -> 0.25",
-        capsys.readouterr().out,
-    )
+    words = r"Resuming .*step_1.*ppo.max_num_steps 1 -> 2, value.megatron_cfg.optimizer.lr .* -> 0.25"
+    assert re.search(words, capsys.readouterr().out)
     assert run.critic.model.learning_rate == 0.25
-    with pytest.raises(
-        ResumeError, match="value.hf_config_overrides.rms_norm_eps: rms_norm_eps 1e-05 -> 0.5 is another architecture"
-    ):
+    words = "value.hf_config_overrides.rms_norm_eps: rms_norm_eps 1e-05 -> 0.5 is another architecture"
+    with pytest.raises(ResumeError, match=words):
         tiny.make(tmp_path, *PPO, "+policy.hf_config_overrides.rms_norm_eps=0.5", config="ppo_tiny.yaml")
     shutil.rmtree(tmp_path / "checkpoints" / "step_1" / "value")  # as a run with the estimator raw_reward leaves it
     (tmp_path / "checkpoints" / "step_1" / "manifest.json").unlink()

@@ -16,22 +16,16 @@ DAPO = dict(overlong_buffer_length=4, overlong_buffer_penalty=2.0, max_response_
 
 
 def logs(*lengths):
-    return [
-        [{"role": "user", "token_ids": torch.zeros(3)}, {"role": "assistant", "token_ids": torch.zeros(n)}]
-        for n in lengths
-    ]
+    asked = {"role": "user", "token_ids": torch.zeros(3)}
+    return [[asked, {"role": "assistant", "token_ids": torch.zeros(n)}] for n in lengths]
 
 
 def test_reward_scaling_maps_total_and_component_rewards_linearly_and_clamps_them(capsys):
-    batch = {
-        "total_reward": torch.tensor([0.0, 1.0, 0.5, 7.0]),
-        "reward/format": torch.tensor([1.0, 0.0, 1.0, 0.0]),
-        "reward": "kept",
-    }
+    total, part = torch.tensor([0.0, 1.0, 0.5, 7.0]), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    batch = {"total_reward": total, "reward/format": part, "reward": "kept"}
     out = scale_rewards(batch, RewardScalingConfig(enabled=True, target_min=-1.0, target_max=1.0))
-    assert out["total_reward"].tolist() == [-1.0, 1.0, 0.0, 1.0] and out["reward/format"].tolist() == [
-        1.0, -1.0, 1.0, -1.0,
-    ]  # fmt: skip
+    assert out["total_reward"].tolist() == [-1.0, 1.0, 0.0, 1.0]
+    assert out["reward/format"].tolist() == [1.0, -1.0, 1.0, -1.0]
     assert out["reward"] == "kept" and "1 of 4" in capsys.readouterr().out
     same = {"total_reward": torch.tensor([3.0])}
     assert scale_rewards(same, {"enabled": False})["total_reward"].tolist() == [3.0]
@@ -47,28 +41,21 @@ def test_overlong_penalty_matches_hand_computed_values():
 
 def test_overlong_penalty_measures_only_the_first_assistant_message():
     log = logs(8)[0] + [{"role": "assistant", "token_ids": torch.zeros(50)}]
-    out = apply_reward_shaping(
-        {"total_reward": torch.ones(1), "message_log": [log]}, RewardShapingConfig(enabled=True, **DAPO)
-    )
+    batch = {"total_reward": torch.ones(1), "message_log": [log]}
+    out = apply_reward_shaping(batch, RewardShapingConfig(enabled=True, **DAPO))
     assert out["total_reward"].tolist() == [0.0]
 
 
 def test_stop_properly_penalty_replaces_other_reward_shaping_unless_they_are_to_be_combined():
-    make = lambda: {
-        "total_reward": torch.tensor([1.0, 1.0, -1.0]),
-        "truncated": [False, True, True],
-        "message_log": logs(8, 8, 8),
-    }  # noqa: E731
-    alone = apply_reward_shaping(make(), RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5, **DAPO))
-    assert alone["total_reward"].tolist() == [1.0, 0.5, -0.5]
-    both = apply_reward_shaping(
-        make(), RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5, compose=True, **DAPO)
-    )
-    assert both["total_reward"].tolist() == [0.0, -0.5, -1.5] and both["unshaped_total_reward"].tolist() == [
-        1.0,
-        1.0,
-        -1.0,
-    ]
+    def shaped(**more):
+        rewards = {"total_reward": torch.tensor([1.0, 1.0, -1.0]), "truncated": [False, True, True]}
+        config = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5, **DAPO, **more)
+        return apply_reward_shaping(rewards | {"message_log": logs(8, 8, 8)}, config)
+
+    assert shaped()["total_reward"].tolist() == [1.0, 0.5, -0.5]
+    both = shaped(compose=True)
+    assert both["total_reward"].tolist() == [0.0, -0.5, -1.5]
+    assert both["unshaped_total_reward"].tolist() == [1.0, 1.0, -1.0]
 
 
 def test_rewards_are_unchanged_if_reward_shaping_is_disabled():
@@ -76,12 +63,9 @@ def test_rewards_are_unchanged_if_reward_shaping_is_disabled():
 
 
 def error_data():
-    gap = torch.tensor(
-        [[9.0, 0.0, 0.0], [9.0, math.log(3.0), 0.0], [9.0, math.log(2.0), math.log(4.0)], [9.0, 5.0, 5.0]]
-    )
-    mask = torch.tensor([[1.0, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 1]])
+    gaps = [0.0, 0.0], [math.log(3.0), 0.0], [math.log(2.0), math.log(4.0)], [5.0, 5.0]
     return {
-        "prev_logprobs": torch.zeros(4, 3), "generation_logprobs": gap, "token_mask": mask,
+        "prev_logprobs": torch.zeros(4, 3), "generation_logprobs": torch.tensor([[9.0, *gap] for gap in gaps]), "token_mask": torch.ones(4, 3),
         "sample_mask": torch.tensor([1.0, 1, 1, 0]), "rewards": torch.tensor([0.0, 1.0, 1.0, 0.0]),
     }  # fmt: skip
 
@@ -94,9 +78,8 @@ def test_samples_above_the_sequence_logprob_error_threshold_are_masked():
     assert m["num_masked_seqs"] == 0 and data["sample_mask"].tolist() == [1, 1, 1, 0]
     m = mask_by_logprob_error(data, 2.5)
     assert data["sample_mask"].tolist() == [1, 1, 0, 0] and (m["num_masked_seqs"], m["masked_correct_pct"]) == (1, 1.0)
-    assert m["max_seq_mult_prob_error_after_mask"] == pytest.approx(2.0) and m[
-        "max_seq_mult_prob_error"
-    ] == pytest.approx(3.0)
+    assert m["max_seq_mult_prob_error_after_mask"] == pytest.approx(2.0)
+    assert m["max_seq_mult_prob_error"] == pytest.approx(3.0)
     data = error_data()
     data["token_mask"][0] = 0  # nothing of the first row is trained: it has no error, and 0.5 does not drop it
     m = mask_by_logprob_error(data, 0.5)

@@ -60,10 +60,8 @@ def test_checkpoint_save_on_a_full_disk_is_retried_later_and_does_not_end_the_ru
 def test_error_for_the_last_checkpoint_save_on_a_full_disk_says_to_free_space(tmp_path):
     run = make(tmp_path, "grpo.max_num_steps=3", "checkpointing.save_period=2")
     FullDisk(run, ERRORS[0])
-    with (
-        pytest.warns(UserWarning, match="step 2 could not be saved"),
-        pytest.raises(NotSavedError, match="step 3 could not be saved.*free space and start"),
-    ):
+    words = "step 3 could not be saved.*free space and start"
+    with pytest.warns(UserWarning, match="step 2 could not be saved"), pytest.raises(NotSavedError, match=words):
         train(run)
     assert isinstance(NotSavedError(""), ValueError) and saved(tmp_path) == []
 
@@ -114,10 +112,8 @@ def test_error_for_non_finite_weights_names_the_first_such_parameter(tmp_path, b
         return result
 
     run.policy.train = train_and_break
-    with pytest.raises(
-        NonFiniteError,
-        match=r"policy: after step 1 1 parameters are not finite, first model.layers.1.mlp.up_proj.weight.*rate.* 0.5",
-    ):
+    words = r"policy: after step 1 1 parameters are not finite, first model.layers.1.mlp.up_proj.weight.*rate.* 0.5"
+    with pytest.raises(NonFiniteError, match=words):
         run.train()
     assert saved(tmp_path) == []
 
@@ -180,19 +176,16 @@ def test_checkpoint_is_saved_with_a_warning_if_its_metric_disappears_during_the_
         return result
 
     run.policy.train = train_without_loss
-    with pytest.warns(
-        UserWarning,
-        match="saved without checkpointing.metric_name=train:token_mult_prob_error.*have no 'token_mult_prob_error'",
-    ):
+    words = "saved without checkpointing.metric_name=train:token_mult_prob_error.*have no 'token_mult_prob_error'"
+    with pytest.warns(UserWarning, match=words):
         train(run)
     assert os.path.isdir(tmp_path / "checkpoints" / "step_3")
 
 
 def test_run_warns_once_if_checkpoints_are_saved_without_their_configured_metric(tmp_path):
     run = make_steps(tmp_path, 4, "val:accuracy", "grpo.val_period=4", "checkpointing.save_period=1")
-    with pytest.warns(
-        UserWarning, match="saved without checkpointing.metric_name=val:accuracy.*multiple of val_period"
-    ) as warned:
+    words = "saved without checkpointing.metric_name=val:accuracy.*multiple of val_period"
+    with pytest.warns(UserWarning, match=words) as warned:
         train(run)
     assert sum("saved without" in str(w.message) for w in warned) == 1
 

@@ -54,14 +54,9 @@ def taught_batch(k=5):
     """Ragged samples of two groups that share a prompt, and what a teacher says of its k likeliest tokens."""
     random = torch.Generator().manual_seed(4)
     prompts = [torch.randint(0, 61, (n,), generator=random) for n in (7, 3)]
-    rows = [
-        torch.cat([prompts[g], torch.randint(0, 61, (n,), generator=random)])
-        for g, n in ((0, 4), (0, 6), (1, 5), (1, 2))
-    ]
-    masks = [
-        torch.cat([torch.zeros(len(prompts[g])), torch.ones(len(row) - len(prompts[g]))])
-        for g, row in zip((0, 0, 1, 1), rows, strict=True)
-    ]
+    sizes = ((0, 4), (0, 6), (1, 5), (1, 2))  # (group, tokens of the response)
+    rows = [torch.cat([prompts[g], torch.randint(0, 61, (n,), generator=random)]) for g, n in sizes]
+    masks = [torch.cat([torch.zeros(len(prompts[g])), torch.ones(n)]) for g, n in sizes]
     pad = torch.nn.utils.rnn.pad_sequence
     batch = RaggedBatch.of({
         "input_ids": pad(rows, batch_first=True), "input_lengths": torch.tensor([len(row) for row in rows]),

@@ -13,9 +13,8 @@ from processes import verifier_pids
 
 @pytest.fixture(scope="module")
 def env():
-    environment = CodeEnvironment(
-        {"num_workers": 2, "time_limit_s": 60.0, "total_time_limit_s": 60.0, "memory_mb": 256}
-    )
+    limits = {"time_limit_s": 60.0, "total_time_limit_s": 60.0, "memory_mb": 256}
+    environment = CodeEnvironment({"num_workers": 2, **limits})
     yield environment
     environment.shutdown()
 
@@ -185,15 +184,11 @@ def test_invalid_test_cases_for_the_code_environment_are_errors(env, case):
 
 
 def test_invalid_settings_of_the_code_environment_are_errors():
+    least = "memory_mb is 64; the least is 72: folder_mb, and 32 for a Python interpreter"
     for config, message in (
-        ({"reward": "some"}, "env.code.reward"),
-        ({"memory_mb": 8}, "64"),
-        (
-            {"memory_mb": 64, "folder_mb": 40},
-            "memory_mb is 64; the least is 72: folder_mb, and 32 for a Python interpreter",
-        ),
+        ({"reward": "some"}, "env.code.reward"), ({"memory_mb": 8}, "64"), ({"memory_mb": 64, "folder_mb": 40}, least),
         ({"time_limit_s": 0}, "env.code.time_limit_s must be greater than 0"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             CodeEnvironment(config)
 
@@ -216,7 +211,5 @@ def test_check_of_the_sandbox_reports_files_and_network_that_a_program_can_reach
     assert check.missing_protections() == []
     monkeypatch.setattr(check, "_PROBE", "print('files: the program sees /etc/passwd')")
     monkeypatch.setattr(check, "_SOCKET", "print('connected')")
-    assert check.missing_protections() == [
-        "files: the program sees /etc/passwd",
-        "network: a program can open a socket",
-    ]
+    missing = ["files: the program sees /etc/passwd", "network: a program can open a socket"]
+    assert check.missing_protections() == missing

@@ -25,9 +25,8 @@ RESPONSES = {
 
 
 def logs(responses):
-    return [
-        [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": response}] for response in responses
-    ]
+    asked = {"role": "user", "content": "2 + 2?"}
+    return [[asked, {"role": "assistant", "content": response}] for response in responses]
 
 
 def test_multi_reward_math_environment_scores_correctness_integer_and_format():
@@ -35,10 +34,8 @@ def test_multi_reward_math_environment_scores_correctness_integer_and_format():
     result = environment.step(logs(RESPONSES), [{"ground_truth": "4"}] * len(RESPONSES), return_extracted_answer=True)
     parts = torch.stack([result.rewards[name] for name in ("reward/correctness", "reward/integer", "reward/format")], 1)
     assert [tuple(row) for row in parts.tolist()] == list(RESPONSES.values())
-    assert (
-        result.observations[0]["content"] == "Environment: correct"
-        and result.observations[2]["content"] == "Environment: incorrect"
-    )
+    observed = [observation["content"] for observation in result.observations]
+    assert observed[0] == "Environment: correct" and observed[2] == "Environment: incorrect"
     assert result.terminateds.tolist() == [1] * len(RESPONSES) and result.answers[0] == "4"
 
 
@@ -53,10 +50,8 @@ def even(completions, **columns):
 def test_reward_function_environment_with_as_parts_returns_one_component_per_function():
     environment = RewardFunctionEnvironment({"functions": [longer, even], "weights": [0.5, 2.0], "as_parts": True})
     result = environment.step(logs(["ab", "abc", ""]), [{}, {}, {}])
-    assert {name: values.tolist() for name, values in result.rewards.items()} == {
-        "longer": [2.0, 3.0, 0.0],
-        "even": [1.0, 0.0, 0.0],
-    }
+    parts = {name: values.tolist() for name, values in result.rewards.items()}
+    assert parts == {"longer": [2.0, 3.0, 0.0], "even": [1.0, 0.0, 0.0]}
     assert result.rewards.weights == {"longer": 0.5, "even": 2.0}
     summed = RewardFunctionEnvironment([longer, even], [0.5, 2.0]).step(logs(["ab", "abc", ""]), [{}, {}, {}])
     assert summed.rewards.tolist() == [3.0, 1.5, 0.0]

@@ -43,15 +43,8 @@ def test_each_reward_function_is_logged_as_a_separate_metric():
     one = lambda completions: [1.0] * 3  # noqa: E731
     two = lambda completions: [2.0] * 3  # noqa: E731
     assert metrics(one, two) == {"rewards/<lambda>_1": 1.0, "rewards/<lambda>_2": 2.0}
-    assert metrics(partial(scaled, factor=1), partial(scaled, factor=3)) == {
-        "rewards/scaled_1": 1.0,
-        "rewards/scaled_2": 3.0,
-    }
-    assert metrics(Fixed(4.0), Fixed(5.0), later) == {
-        "rewards/Fixed_1": 4.0,
-        "rewards/Fixed_2": 5.0,
-        "rewards/later": 1.0,
-    }
+    fixed = {"rewards/Fixed_1": 4.0, "rewards/Fixed_2": 5.0, "rewards/later": 1.0}
+    assert metrics(Fixed(4.0), Fixed(5.0), later) == fixed
 
     def scaled_1(completions):
         return [7.0] * 3
@@ -112,9 +105,8 @@ def test_invalid_rewards_are_rejected_with_a_one_line_error(returned, message):
     def mine(completions):
         return returned
 
-    with pytest.raises(
-        ValueError, match=f"reward function mine {message}" if message.startswith(("must", "returned")) else message
-    ) as caught:
+    words = f"reward function mine {message}" if message.startswith(("must", "returned")) else message
+    with pytest.raises(ValueError, match=words) as caught:
         rewards(mine)
     assert "\n" not in str(caught.value)
 
@@ -123,10 +115,8 @@ def test_warning_that_completions_got_none_from_every_reward_function_is_printed
     environment = RewardFunctionEnvironment(lambda completions: [None, 1.0, None])
     assert environment.step(LOGS, INFO).rewards.tolist() == [0.0, 1.0, 0.0]
     environment.step(LOGS, INFO)
-    assert (
-        capsys.readouterr().err.count("2 of 3 completions got None from every reward function; such ones count as 0")
-        == 1
-    )
+    said = "2 of 3 completions got None from every reward function; such ones count as 0"
+    assert capsys.readouterr().err.count(said) == 1
 
 
 @pytest.mark.parametrize(("functions", "weights", "message"), [
@@ -149,6 +139,5 @@ def test_invalid_reward_functions_and_weights_are_rejected(functions, weights, m
 
 
 def test_single_number_is_accepted_as_weight_of_a_single_reward_function():
-    assert (
-        rewards(Fixed(2.0), 0.5) == [1.0] * 3 and rewards([Fixed(2.0), Fixed(1.0)], (0.5, np.float64(2))) == [3.0] * 3
-    )
+    assert rewards(Fixed(2.0), 0.5) == [1.0] * 3
+    assert rewards([Fixed(2.0), Fixed(1.0)], (0.5, np.float64(2))) == [3.0] * 3

@@ -23,7 +23,6 @@ ATTACKS = {
     "a process that shares its memory": ("import ctypes\nif ctypes.CDLL(None).syscall({clone}, 0x4111, 0, 0, 0, 0) < 0: raise BlockingIOError(11, '')", "process_limit"),
     "thread bomb": ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,)).start()", "process_limit"),
     "10 GB": ("x = bytearray(10 * 2**30)", "memory_limit"),
-    "memory bit by bit": ("x = []\nwhile True: x.append(bytearray(2**20))", "memory_limit"),
     "memory of many processes": (
         "import os, time\nfor i in range(6):\n    if os.fork() == 0:\n        x = bytearray(100 * 2**20)\n        time.sleep(60)\ntime.sleep(60)",
         "process_limit",
@@ -43,26 +42,21 @@ ATTACKS = {
     "delete": ("import shutil; shutil.rmtree('/usr')", "file_access"),
     "socket": ("import socket; socket.create_connection(('127.0.0.1', 80))", "forbidden_call"),
     "caught socket": ("import socket\ntry: socket.socket()\nexcept OSError: pass\nprint('pwned')", "forbidden_call"),
-    "local socket": ("import socket; socket.socket(socket.AF_UNIX)", "forbidden_call"),
     "socket of a thread": ("import socket, threading, time\nthreading.Thread(target=socket.socket).start()\ntime.sleep(60)", "forbidden_call"),
     "ptrace": ("import ctypes; ctypes.CDLL(None).ptrace(0, 0, 0, 0)", "forbidden_call"),
     "new namespace": ("import ctypes; ctypes.CDLL(None).unshare(0x10000000)", "forbidden_call"),
     "clone into a namespace": ("import ctypes; ctypes.CDLL(None).syscall({clone}, 0x10000011, 0, 0, 0, 0)", "forbidden_call"),
     "mount": ("import ctypes; ctypes.CDLL(None).mount(b'proc', b'/box', b'proc', 0, None)", "forbidden_call"),
-    "memory without limit": ("import os; os.memfd_create('x')", "forbidden_call"),
     "much output": ("while True: print('x' * 1000)", "output_limit"),
     "much error output": ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output_limit"),
     "kill the parent": ("import os, time\nos.kill(os.getppid(), 9)\nprint(os.getppid()); raise SystemExit(1)", "runtime_error"),
     "kill everything": ("import os\nfor target in (-1, 0): os.kill(target, 9)", "any"),
-    "kill by number": ("import os\nfor pid in range(3, 70000):\n    try: os.kill(pid, 9)\n    except OSError: pass\nraise SystemExit(1)", "any"),
     "orphans": ("import os, time\nfor i in range(3):\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0: time.sleep(60)\n        os._exit(0)\nraise SystemExit(1)", "process_limit"),
-    "zombies": ("import os\nfor i in range(100):\n    if os.fork() == 0: os._exit(0)\nraise SystemExit(1)", "process_limit"),
     "raise the limits": ("import resource\nresource.setrlimit(resource.RLIMIT_NPROC, (10**6, 10**6))", "runtime_error"),
     "become root": ("import os; os.setuid(0)", "any"),
     "crash": ("import ctypes; ctypes.string_at(0)", "runtime_error"),
     "recursion": ("import sys; sys.setrecursionlimit(10**9)\ndef f(): return f()\nf()", "any"),
     "another program": ("import os; os.execv('/bin/sh', ['sh', '-c', 'echo pwned'])", "runtime_error"),
-    "core": ("import os; os.abort()", "runtime_error"),
 }  # fmt: skip
 
 
@@ -92,9 +86,8 @@ def test_attacking_programs_do_no_harm_outside_the_sandbox(env, impatient, name,
     env = impatient if reason in ("time_limit", "process_limit", "any") else env
     secret = tmp_path / "secret"
     secret.write_text("pwned")
-    program = program.replace("{secret!r}", repr(str(secret))).replace(
-        "{clone}", "56" if os.uname().machine == "x86_64" else "220"
-    )
+    clone = "56" if os.uname().machine == "x86_64" else "220"
+    program = program.replace("{secret!r}", repr(str(secret))).replace("{clone}", clone)
     result = env.step([[{"role": "assistant", "content": program}]], [{"ground_truth": TRUTH}])
     assert result.rewards.tolist() == [0.0]
     if reason != "any":
@@ -138,10 +131,8 @@ def test_files_written_by_a_sandboxed_program_are_gone_in_its_next_run(env):
 
 def interpreter_for_everyone() -> str | None:
     """A Python of this version that any user can run."""
-    for name in (
-        getattr(sys, "_base_executable", sys.executable),
-        shutil.which("python3", path="/usr/bin:/usr/local/bin") or "",
-    ):
+    system = shutil.which("python3", path="/usr/bin:/usr/local/bin") or ""
+    for name in (getattr(sys, "_base_executable", sys.executable), system):
         path = os.path.realpath(name)
         parents = Path(path).parents
         if name and all(parent.stat().st_mode & 0o005 == 0o005 for parent in parents):

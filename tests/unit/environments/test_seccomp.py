@@ -16,14 +16,10 @@ ALLOWED = {
     "read": (0, 63), "write": (1, 64), "mmap": (9, 222), "execve": (59, 221), "exit_group": (231, 94),
     "openat": (257, 56), "getrandom": (318, 278), "socketpair": (53, 199),
 }  # fmt: skip
-MISSING = {  # sendfile, splice, tee, vmsplice, clone3
-    "x86_64": {40, 275, 276, 278, 435},
-    "aarch64": {71, 76, 77, 75, 435},
-}
-UNSUPPORTED = {  # setxattr, lsetxattr, fsetxattr, setxattrat
-    "x86_64": {188, 189, 190, 463},
-    "aarch64": {5, 6, 7, 463},
-}
+# sendfile, splice, tee, vmsplice, clone3
+MISSING = {"x86_64": {40, 275, 276, 278, 435}, "aarch64": {71, 76, 77, 75, 435}}
+# setxattr, lsetxattr, fsetxattr, setxattrat
+UNSUPPORTED = {"x86_64": {188, 189, 190, 463}, "aarch64": {5, 6, 7, 463}}
 FORKS = {"x86_64": {57, 58}, "aarch64": set()}  # fork, vfork
 MMAP, FCNTL, PRCTL, SOCKETPAIR = (dict(zip(MACHINES, pair)) for pair in ((9, 222), (72, 25), (157, 167), (53, 199)))
 # (call, arguments, verdict); MAP_SHARED 1, MAP_PRIVATE 2, MAP_SHARED_VALIDATE 3, MAP_ANONYMOUS 0x20; F_DUPFD 0, F_SETLK 6, F_SETPIPE_SZ 1031
@@ -44,11 +40,10 @@ def test_seccomp_filter_allows_denies_or_kills_for_each_system_call_as_listed(ma
         return bpf.run(program, number, MACHINES[machine], arguments)
 
     column = machine == "aarch64"
-    for name, pair in FORBIDDEN.items():
-        assert verdict(pair[column]) == KILL and kernel.FORBIDDEN[name] == pair, name
+    assert FORBIDDEN.items() <= kernel.FORBIDDEN.items()
     for name, pair in ALLOWED.items():
         assert verdict(pair[column]) == ALLOW, name
-    numbers = {pair[machine == "aarch64"] for pair in kernel.FORBIDDEN.values()}
+    numbers = {pair[column] for pair in kernel.FORBIDDEN.values()}
     assert len(numbers) == len(kernel.FORBIDDEN)
     for number in range(600):
         expected = NO_SUCH_CALL if number in MISSING[machine] else ALLOW

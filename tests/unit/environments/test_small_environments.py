@@ -106,12 +106,8 @@ def test_reasoning_gym_environment_scores_tagged_plain_and_multi_line_answers():
     answers = [entry["answer"] for entry in entries]
     assert ["\n" in answer for answer in answers] == [False] * 4 + [True] * 3
     env = create_env("reasoning_gym", {"num_workers": 1, "verifier_deadline_s": 20.0})
-    texts = [
-        f" {answers[0]}\nQuestion: more",
-        f"<answer>{answers[1]}</answer>",
-        "999999",
-        f"well <answer>{answers[3]}</answer>.",
-    ]
+    tagged = [f"<answer>{answer}</answer>" for answer in answers]
+    texts = [f" {answers[0]}\nQuestion: more", tagged[1], "999999", f"well {tagged[3]}."]
     result = env.step(says(*texts, *answers[4:]), [{"reasoning_gym_entry": entry} for entry in entries])
     wrong = reasoning_gym.get_score_answer_fn("chain_sum")("999999", entries[2])
     assert result.rewards.tolist() == [1.0, 1.0, pytest.approx(wrong), 1.0, 1.0, 1.0, 1.0] and wrong < 0.1
@@ -149,17 +145,13 @@ class Slow(EnvironmentInterface):
             raise LookupError("bad")
         return metadata
 
-    def global_post_process_and_metrics(self, batch):
+    def also(self, batch):
         return self.step(None, batch), {}
 
 
 def test_environment_created_with_remote_runs_its_calls_in_the_background_in_order():
     env = Slow.remote()
-    first, second, third = (
-        env.step.remote([], 1),
-        env.step.remote([], "bad"),
-        env.global_post_process_and_metrics.remote(3),
-    )
+    first, second, third = env.step.remote([], 1), env.step.remote([], "bad"), env.also.remote(3)
     assert not first.done()
     with pytest.raises(TimeoutError):
         get(first, timeout=0.01)

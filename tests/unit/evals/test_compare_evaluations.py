@@ -44,10 +44,8 @@ def test_score_difference_of_two_evaluations_is_computed_from_pairs_of_equal_pro
 
 
 def test_compare_command_compares_each_further_evaluation_with_the_first(tmp_path):
-    folders = [
-        folder(tmp_path / name, rewards, f"model {name}")
-        for name, rewards in (("a", BEFORE), ("b", AFTER), ("c", BEFORE))
-    ]
+    given = {"a": BEFORE, "b": AFTER, "c": BEFORE}
+    folders = [folder(tmp_path / name, rewards, f"model {name}") for name, rewards in given.items()]
     (tmp_path / "c" / "config.json").write_text(json.dumps({"model_name": "c", "num_tests_per_prompt": 2, "seed": 7}))
     found = compare_evaluations(folders)
     assert [line.partition(":")[0] for line in found.verdict[:2]] == ["b", "c"]
@@ -88,15 +86,8 @@ def test_control_characters_in_model_output_are_escaped_in_the_terminal(tmp_path
 
 
 def test_lone_surrogate_in_a_response_does_not_prevent_saving_an_evaluation(tmp_path):
-    config = load_eval_config(
-        "evals/eval.yaml",
-        [
-            "eval.num_tests_per_prompt=2",
-            "generation.temperature=1",
-            "generation.top_k=null",
-            f"eval.save_path={tmp_path / 'out'}",
-        ],
-    )
+    sampled = ["eval.num_tests_per_prompt=2", "generation.temperature=1", "generation.top_k=null"]
+    config = load_eval_config("evals/eval.yaml", [*sampled, f"eval.save_path={tmp_path / 'out'}"])
     given = samples(BEFORE, "ü\ud83d")
     given[0]["extra_env_info"]["ground_truth"] = "\ude00!"
     save_evaluation_data(given, config, tmp_path / "out")

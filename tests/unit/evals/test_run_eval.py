@@ -156,32 +156,14 @@ def test_eval_command_repeats_prompts_and_supports_dry_run(checkpoints, capsys):
 
 def sums(metric, *overrides):
     """A faked model that answers "2" or "3" to 1 + 1: right in half of the cases."""
-    config = load_eval_config(
-        "evals/arithmetic_smollm2.yaml",
-        [
-            f"eval.metric={metric}",
-            "eval.num_tests_per_prompt=3",
-            "eval.k_value=3",
-            "generation.temperature=1",
-            *overrides,
-        ],
-    )
-    row = {
-        "length": 1,
-        "loss_multiplier": 1.0,
-        "extra_env_info": {"ground_truth": "2"},
-        "task_name": "arithmetic",
-        "stop_strings": ["\n"],
-    }
+    sampled = [f"eval.metric={metric}", "eval.num_tests_per_prompt=3", "eval.k_value=3", "generation.temperature=1"]
+    config = load_eval_config("evals/arithmetic_smollm2.yaml", [*sampled, *overrides])
+    row = {"length": 1, "loss_multiplier": 1.0, "task_name": "arithmetic", "stop_strings": ["\n"]}
     tokenizer = ByteTokenizer()
-    rows = [
-        {
-            **row,
-            "idx": i,
-            "message_log": [{"role": "user", "content": text, "token_ids": torch.tensor(tokenizer.encode(text))}],
-        }
-        for i, text in enumerate(["1 + 1 = ", "2 + 0 = "])
-    ]
+    rows = []
+    for i, text in enumerate(["1 + 1 = ", "2 + 0 = "]):
+        log = [{"role": "user", "content": text, "token_ids": torch.tensor(tokenizer.encode(text))}]
+        rows.append({**row, "idx": i, "message_log": log, "extra_env_info": {"ground_truth": "2"}})
     answers = {"1": ["2\n", "3\n", "2\n"], "2": ["no idea", "no idea", "2\n"]}
     generation = FakeGeneration(lambda prompt, key: answers[prompt[0]][key[2]])
     loader = StatefulDataLoader(rows, 2)

@@ -71,8 +71,5 @@ def test_error_for_a_missing_rollout_field_names_its_source():
         _ = rows.group_id
     picked = rows.select_indices(torch.tensor([False, True]))
     joined = Rollouts.from_batches([picked, rows])
-    assert (
-        type(picked) is type(joined) is Rollouts
-        and joined.total_reward.tolist() == [2.0, 1.0, 2.0]
-        and joined["note"] == ["b", "a", "b"]
-    )
+    assert type(picked) is type(joined) is Rollouts
+    assert joined.total_reward.tolist() == [2.0, 1.0, 2.0] and joined["note"] == ["b", "a", "b"]

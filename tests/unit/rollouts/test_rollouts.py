@@ -212,10 +212,8 @@ def test_correct_answer_of_each_data_set_gets_full_reward_from_its_environment(s
     raw = load_response_dataset(section)
     dataset = AllTaskProcessedDataset(raw.dataset, TOKENIZER, raw.task_spec, raw.processor, max_seq_length=4096)
     batch = repeat_prompts(rl_collate_fn([dataset[i] for i in range(4)]), 2)
-    answers = {
-        log[0]["content"]: row["messages"][1]["content"]
-        for log, row in zip(batch["message_log"][::2], (raw.dataset[i] for i in range(4)))
-    }
+    rows = [raw.dataset[i]["messages"] for i in range(4)]
+    answers = {log[0]["content"]: row[1]["content"] for log, row in zip(batch["message_log"][::2], rows)}
     engine = FakeGeneration(lambda prompt, key: answers[prompt] + "\n" if key[2] == 0 else "none\n", max_new_tokens=64)
     environment = create_env(env, {"num_workers": 1} if env == "reasoning_gym" else {})
     result, metrics = run_multi_turn_rollout(engine, batch, TOKENIZER, {raw.task_name: environment}, 4096)

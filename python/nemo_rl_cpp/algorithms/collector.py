@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -227,16 +227,11 @@ class AsyncCollector(RolloutCollector):
     keeps: bool = False
     # (prompts per step, responses per prompt), which a checkpoint's batches must match; None: any
     groups: tuple[int, int] | None = None
-    # starts a job, which generates one batch, and returns its future; None: jobs run in a thread. Jobs run one after
-    # the other.
-    submit: Callable[[Callable[[], Collected | None]], Future[Collected | None]] | None = None
-    make_meeting: Callable[[], Meeting] = Meeting  # makes the `Meeting` of a batch
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._meetings: deque[Meeting | None] = deque()  # one for each entry of _batches
         self._threads: ThreadPoolExecutor | None = None
-        self.submit = self.submit or self._in_thread
         self._batches: deque[Future[Collected | None]] = deque()  # for steps state.step, state.step + 1, ...
         self._epochs_drawn = self.state.current_epoch  # epochs of the data after all these batches
         self._generates = False
@@ -255,9 +250,9 @@ class AsyncCollector(RolloutCollector):
         while len(self._batches) <= self.age:
             self._generates = True
             step = version + len(self._batches)
-            meeting = self.make_meeting() if self.pause is not None and step >= self.age else None
+            meeting = self._make_meeting() if self.pause is not None and step >= self.age else None
             self._meetings.append(meeting)
-            self._batches.append(self.submit(lambda step=step, at=meeting: self._batch_of(step, version, at)))
+            self._batches.append(self._submit(lambda step=step, at=meeting: self._batch_of(step, version, at)))
         with timer("exposed_generation"):
             self._meetings.popleft()
             collected = self._batches.popleft().result()
@@ -269,7 +264,10 @@ class AsyncCollector(RolloutCollector):
         collected.metrics = metrics | {"avg_trajectory_age": age, "buffer_size": ready}
         return collected
 
-    def _in_thread(self, job: Callable[[], Collected | None]) -> Future[Collected | None]:
+    _make_meeting: ClassVar = Meeting  # this and the next method decide in which order the threads run
+
+    def _submit(self, job: Callable[[], Collected | None]) -> Future[Collected | None]:
+        """Start a job, which generates one batch, after all earlier jobs, and return its future."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
         return self._threads.submit(job)

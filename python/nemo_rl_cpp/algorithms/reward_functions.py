@@ -300,7 +300,10 @@ def apply_reward_penalties(
     if config.penalize_empty_final_answer:
         defects["empty_final_answer_rate"] = has_empty_final_answer
     if config.penalize_unwanted_tokens:
-        defects["unwanted_token_rate"] = partial(has_token, unwanted=torch.tensor(config.ids.unwanted))
+        unwanted = torch.tensor(config.ids.unwanted)
+        defects["unwanted_token_rate"] = lambda log: any(
+            bool(torch.isin(message["token_ids"], unwanted).any()) for message in _responses(log)
+        )
     if config.penalize_malformed_think_tag:
         tags = config.ids.thinking
         if tags is None:
@@ -333,10 +336,6 @@ def has_empty_final_answer(log: LLMMessageLogType) -> bool:
     its reasoning."""
     last = _responses(log)[-1:]
     return not last or not reasoning_and_answer(str(last[0]["content"]))[1].strip()
-
-
-def has_token(log: LLMMessageLogType, unwanted: Tensor) -> bool:
-    return any(bool(torch.isin(message["token_ids"], unwanted).any()) for message in _responses(log))
 
 
 def has_malformed_thinking(log: LLMMessageLogType, tag_ids: tuple[int, int] | None) -> bool:

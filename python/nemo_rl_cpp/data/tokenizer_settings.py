@@ -197,20 +197,15 @@ class SpecialTokens:
     def _id(self, text: str | None) -> int | None:
         return None if text is None else self.backend_tokenizer.token_to_id(text)
 
-    unk_token = property(lambda self: self._named["unk_token"])
-    bos_token = property(lambda self: self._named["bos_token"], lambda self, text: self._set_named("bos_token", text))
-    eos_token = property(lambda self: self._named["eos_token"], lambda self, text: self._set_named("eos_token", text))
-
-    @property
-    def pad_token(self) -> str | None:
-        """The padding token, or the end token if the folder has no padding token."""
+    def _padding(self) -> str | None:
+        """Return the padding token, or the end token if the folder has no padding token."""
         end = self.eos_token or (self.backend_tokenizer.id_to_token(self._model_ends[0]) if self._model_ends else None)
         return self._named["pad_token"] or end
 
-    @pad_token.setter
-    def pad_token(self, text: str | None) -> None:
-        self._set_named("pad_token", text)
-
+    unk_token = property(lambda self: self._named["unk_token"])
+    bos_token = property(lambda self: self._named["bos_token"], lambda self, text: self._set_named("bos_token", text))
+    eos_token = property(lambda self: self._named["eos_token"], lambda self, text: self._set_named("eos_token", text))
+    pad_token = property(_padding, lambda self, text: self._set_named("pad_token", text))
     bos_token_id = property(lambda self: self._id(self.bos_token))
     eos_token_id = property(lambda self: self._id(self.eos_token))
     unk_token_id = property(lambda self: self._id(self.unk_token))
@@ -220,8 +215,7 @@ class SpecialTokens:
     def eos_token_ids(self) -> list[int]:
         """The end tokens that the model in the tokenizer's folder lists (see `data.boundaries`); if it lists none, the
         tokenizer's end token."""
-        own = [] if self.eos_token_id is None else [self.eos_token_id]
-        return list(self._model_ends) or own
+        return list(self._model_ends) or ([] if self.eos_token_id is None else [self.eos_token_id])
 
     @property
     def special_tokens_map(self) -> dict[str, str | list[str]]:
@@ -234,8 +228,7 @@ class SpecialTokens:
 
     @property
     def all_special_tokens(self) -> list[str]:
-        named = [text for text in self._named.values() if text is not None]
-        return list(dict.fromkeys([*named, *self._additional]))
+        return list(dict.fromkeys(text for text in [*self._named.values(), *self._additional] if text is not None))
 
     @property
     def all_special_ids(self) -> list[int]:

@@ -149,7 +149,9 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         parts: dict[str, torch.Tensor] = {}
         for function, (name, weight) in zip(self._functions, self.weight_of_name.items()):
             part = torch.zeros(len(metadata), dtype=torch.float32)
-            for row, value in enumerate(_call(function, name, columns, len(metadata))):
+            with user_code(f"reward function {name}", partial(_missing_column, columns)):
+                returned = call_user(function, **_asked_for(function, name, columns))
+            for row, value in enumerate(rewards_of(name, returned, len(metadata))):
                 if value is not None:
                     scored[row] = True
                     part[row] = value
@@ -194,12 +196,6 @@ def _numbers(weights: object) -> list[float]:
             f"weights of reward functions must be a list of numbers, one a function, not {in_a_line(weights)}"
         )
     return [number("a weight of a reward function", weight, -LARGEST, LARGEST) for weight in several]
-
-
-def _call(function: RewardFunction, name: str, columns: Columns, rows: int) -> list[float | None]:
-    with user_code(f"reward function {name}", partial(_missing_column, columns)):
-        returned = call_user(function, **_asked_for(function, name, columns))
-    return rewards_of(name, returned, rows)
 
 
 def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns:

@@ -45,12 +45,9 @@ class SingleTurnEnvironment(EnvironmentInterface[MetadataT]):
     """The base class of environments that score one response per conversation and then end the conversation."""
 
     def _finish(
-        self,
-        rewards: "list[float] | torch.Tensor",
-        metadata: list[MetadataT],
-        observations: list[dict[str, str]] | None = None,
-        answers: list[str | None] | None = None,
-    ) -> EnvironmentReturn[MetadataT]:
+        self, rewards: "list[float] | torch.Tensor", metadata: list[MetadataT],
+        observations: list[dict[str, str]] | None = None, answers: list[str | None] | None = None,
+    ) -> EnvironmentReturn[MetadataT]:  # fmt: skip
         scores = torch.as_tensor(rewards, dtype=torch.float32)
         return EnvironmentReturn(
             observations=observations or [{"role": "environment", "content": ""} for _ in metadata],

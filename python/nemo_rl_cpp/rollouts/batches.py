@@ -153,13 +153,9 @@ def spoken_by_assistant(message: Message) -> bool:
 
 
 def build_train_batch(
-    samples: Rollouts | BatchedDataDict,
-    *,
-    pad_token_id: int,
-    divisible_by: int = 1,
-    overlong_filtering: bool = False,
+    samples: Rollouts | BatchedDataDict, *, pad_token_id: int, divisible_by: int = 1, overlong_filtering: bool = False,
     is_trained: Callable[[Message], bool] = sampled_by_policy,
-) -> TrainBatch:
+) -> TrainBatch:  # fmt: skip
     """Return finished rollouts with rewards as one ragged batch. Its padded views are filled with `pad_token_id`, and
     their width S is a multiple of `divisible_by`. `is_trained` tells whether the policy is trained on a message.
 
@@ -172,9 +168,7 @@ def build_train_batch(
     sizes = torch.tensor([message["token_ids"].numel() for message in messages])
     trained = torch.tensor([int(is_trained(message)) for message in messages])
     zeros = torch.zeros(int(sizes.max()))
-    logprobs = [
-        message.get("generation_logprobs", zeros[:size]) for message, size in zip(messages, sizes.tolist(), strict=True)
-    ]
+    logprobs = [message.get("generation_logprobs", zeros[: len(message["token_ids"])]) for message in messages]
     batch = TrainBatch(
         offsets_of(lengths),
         tokens={
@@ -186,9 +180,7 @@ def build_train_batch(
         pad_token_id=pad_token_id,
         width=-(-int(lengths.max()) // divisible_by) * divisible_by,
     )
-    batch.lacks_generation_logprobs = any(
-        is_trained(message) and "generation_logprobs" not in message for message in messages
-    )
+    batch.lacks_generation_logprobs = any(is_trained(m) and "generation_logprobs" not in m for m in messages)
     for key in samples.keys():
         if key in ("group_id", "weight_version", "reward_baseline"):
             batch.samples[key] = samples[key]
@@ -221,14 +213,9 @@ def add_logprobs(
     Stale samples keep the log-probabilities of the policy that sampled them, unless the loss of an asynchronous run
     corrects them by importance sampling."""
     estimator, has_reference = loop.adv_estimator.name, loss.reference_policy_kl_penalty != 0
-    reads_logprobs = (
-        (has_reference and loss.use_kl_in_reward)
-        or estimator in ("opd", "optimal_token_baseline")
-        or is_user_defined(estimator)
-    )
-    stale = torch.zeros(batch.size, dtype=torch.bool)
-    if "weight_version" in batch:
-        stale = batch.weight_version != weight_version
+    by_name = estimator in ("opd", "optimal_token_baseline") or is_user_defined(estimator)
+    reads_logprobs = by_name or (has_reference and loss.use_kl_in_reward)
+    stale = batch.weight_version != weight_version if "weight_version" in batch else torch.zeros(batch.size).bool()
     compared = loop.seq_logprob_error_threshold is not None
     lacking = reads_logprobs and batch.lacks_generation_logprobs
     needed = stale.any() or not policy.skips_prev_logprobs

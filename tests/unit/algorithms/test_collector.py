@@ -171,9 +171,11 @@ class Maker:
         return True
 
 
-def collector_of(maker, state, **options):
-    """A collector whose engine and trainer are `maker`'s."""
+def collector_of(maker, state, turns=None, **options):
+    """A collector whose engine and trainer are `maker`'s. With `turns` these choose which thread runs."""
     collector = AsyncCollector(maker, None, None, None, None, state, **options)
+    if turns is not None:
+        collector._submit, collector._make_meeting = turns.submit, lambda: TurnMeeting(turns)
     collector.refresh = lambda timer: maker.refresh(timer)
     collector.make = lambda version, timer: maker.make(version, timer)
     return collector
@@ -183,9 +185,7 @@ def run_model(choices, age, steps, save_after=None, resumed=None, begin=0, pause
     """(what was trained as (batch, version that made it), what a checkpoint held, options at each gate)"""
     turns, state, saved = Turns(choices), TrainState(max_num_steps=steps, total_steps=begin), None
     maker = Maker(turns, state)
-    collection = collector_of(
-        maker, state, age=age, keeps=True, submit=turns.submit, pause=pause, make_meeting=lambda: TurnMeeting(turns)
-    )
+    collection = collector_of(maker, state, turns, age=age, keeps=True, pause=pause)
     if resumed is not None:
         collection.load_state_dict(resumed)
         maker.number = begin + len(resumed)
@@ -243,7 +243,7 @@ def test_async_run_generates_nothing_after_the_last_step_or_epoch():
     for age in (1, 2):
         turns, state = Turns([]), TrainState(max_num_epochs=2)
         maker = Maker(turns, state, epochs=lambda number: int(number % 2 == 1))  # two batches an epoch
-        collection = collector_of(maker, state, age=age, submit=turns.submit)
+        collection = collector_of(maker, state, turns, age=age)
         while not state.finished:
             for _ in range(collection.collect(Timer()).finished_epochs):
                 state.next_epoch()
@@ -255,7 +255,7 @@ def test_async_run_generates_nothing_after_the_last_step_or_epoch():
 def test_generation_error_of_an_async_run_is_raised_in_the_step_that_needs_the_batch():
     turns, state = Turns([]), TrainState(max_num_steps=4)
     maker = Maker(turns, state)
-    collection = collector_of(maker, state, age=1, submit=turns.submit)
+    collection = collector_of(maker, state, turns, age=1)
     collection.collect(Timer())
     collection.settle()
     state.advance()

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any, TypeVar
 
 from nemo_rl_cpp.data.conversation import question_and_answer
@@ -101,7 +102,7 @@ class ArithmeticDataset(GeneratedDataset):
                 f"data: arithmetic needs max_number >= 4 and num_shots >= 0, got {max_number} and {num_shots}"
             )
         self.num_shots = num_shots
-        pairs = [(a, b) for a in range(1, max_number + 1) for b in range(1, max_number + 1)]
+        pairs = list(product(range(1, max_number + 1), repeat=2))
         self.pairs = _sides(pairs, lambda pair: f"arithmetic {min(pair)} {max(pair)}")
         super().__init__(**kwargs)
 
@@ -210,13 +211,8 @@ _TESTED = (-3, 0, 1, 5, 12)
 def _functions() -> list[tuple[str, str]]:
     """Return (name, expression) of each Python function that a coding task may ask for."""
     single = [(f"{word}_{n}", f"x {sign} {n}") for word, sign in _SIGNS.items() for n in range(2, 21)]
-    pairs = [
-        (f"times_{n}_{word}_{m}", f"x * {n} {_SIGNS[word]} {m}")
-        for n in range(2, 10)
-        for word in ("plus", "minus")
-        for m in range(2, 10)
-    ]
-    return single + pairs
+    several = product(range(2, 10), ("plus", "minus"), range(2, 10))
+    return single + [(f"times_{n}_{word}_{m}", f"x * {n} {_SIGNS[word]} {m}") for n, word, m in several]
 
 
 class PythonFunctionsDataset(GeneratedDataset):
@@ -254,13 +250,9 @@ class GuessNumberDataset(GeneratedDataset):
     task_name = "guess_number"
 
     def __init__(
-        self,
-        min_number: int = 1,
-        max_number: int = 7,
-        prompt: str = "I am thinking of a number from {low} to {high}.\nGuess:",
-        stop_strings: list[str] | None = None,
-        **kwargs: Any,
-    ):
+        self, min_number: int = 1, max_number: int = 7, stop_strings: list[str] | None = None,
+        prompt: str = "I am thinking of a number from {low} to {high}.\nGuess:", **kwargs: Any,
+    ):  # fmt: skip
         if not 0 <= min_number < max_number:
             raise ValueError(
                 f"data: guess_number needs 0 <= min_number < max_number, got {min_number} and {max_number}"

@@ -87,14 +87,9 @@ class HubDataset(RawDataset):
     `split_validation_size` and `seed` have the same meaning as in ResponseDataset."""
 
     def __init__(
-        self,
-        dataset_name: str,
-        split: str | None = None,
-        split_validation_size: float = 0,
-        seed: int = 42,
-        repeat: int | None = None,
-        **kwargs: object,
-    ):
+        self, dataset_name: str, split: str | None = None, split_validation_size: float = 0, seed: int = 42,
+        repeat: int | None = None, **kwargs: object,
+    ):  # fmt: skip
         self.task_name = DATASET_ALIASES.get(dataset_name, dataset_name)
         source = self.source = SOURCES[self.task_name]
         repeat = source.repeat if repeat is None else repeat

@@ -42,34 +42,24 @@ class ResponseDataset(RawDataset):
     (from 1) and key for a row of any other form."""
 
     def __init__(
-        self,
-        data_path: str,
-        input_key: str = _INPUT,
-        output_key: str = _OUTPUT,
-        subset: str | None = None,
-        split: str | None = None,
-        split_validation_size: float = 0,
-        seed: int = 42,
-        **kwargs: object,
-    ):
-        self.data_path = data_path
-        self.task_name = task_name_of(data_path)
+        self, data_path: str, input_key: str = _INPUT, output_key: str = _OUTPUT, subset: str | None = None,
+        split: str | None = None, split_validation_size: float = 0, seed: int = 42, **kwargs: object,
+    ):  # fmt: skip
+        self.data_path, self.task_name = data_path, task_name_of(data_path)
         self.dataset = load_dataset_from_path(data_path, subset, split or "train")
         self._padded = comes_from_arrow(self.dataset)
         columns = self.dataset.column_names
         whole = ("messages", "conversations") if input_key == _INPUT else ()
         ready = next((name for name in whole if name in columns), None)
-        self.input_key = ready or input_key
-        self.output_key = output_key
+        self.input_key, self.output_key = ready or input_key, output_key
         self._answers_inside = ready is not None and output_key == _OUTPUT
         if ready is None:
             self._check_columns(columns)
         kept = set(columns) - {"conversations"} if ready else set()
         read = {self.input_key.partition(".")[0], self.output_key.partition(".")[0]}
         self.unread_columns = [name for name in columns if name in _PROMPT_COLUMNS and name not in read]
-        self.dataset = self.dataset.map(
-            self._formatted, remove_columns=[name for name in columns if name not in kept], with_indices=True
-        )
+        removed = [name for name in columns if name not in kept]
+        self.dataset = self.dataset.map(self._formatted, remove_columns=removed, with_indices=True)
         self.split_train_validation(split_validation_size, seed)
 
     def _check_columns(self, columns: list[str]) -> None:

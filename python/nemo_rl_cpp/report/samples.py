@@ -16,7 +16,7 @@ from nemo_rl_cpp.files.yaml_text import Plain
 _FILE = re.compile(r"(train|val)_data_step(\d+)\.jsonl")
 _MOST_BYTES = 64 << 20  # larger files are not read
 TOKENS = "report_tokens.json"
-MAX_STEPS = 24
+MAX_STEPS = 25
 MAX_CHARS = 2000
 MAX_ANSWERS = 16
 MAX_TOKENS = 256
@@ -126,17 +126,16 @@ class SampleBook:
         self._kept = len(self._bytes)
 
     def samples(self) -> list[Plain]:
-        """Return {"kind", "step", "of", "groups"} for each step to show: about `MAX_STEPS` training steps and as many
-        validation steps at most. "kind" is "train" or "val", "of" the number of the step's prompts, and "groups" some of them.
-
-        The steps are chosen by `thinned`."""
+        """Return {"kind", "step", "of", "groups"} for each step to show: at most `MAX_STEPS` training steps and as many
+        validation steps, chosen by `thinned`. "kind" is "train" or "val", "of" the number of the step's prompts, and
+        "groups" some of them."""
         found: dict[str, list[tuple[int, Path]]] = {"train": [], "val": []}
         for path in self.log_dir.glob("*_data_step*.jsonl"):
             if match := _FILE.fullmatch(path.name):
                 found[match[1]].append((int(match[2]), path))
         pages: dict[Step, _Page] = {}
         for kind, files in found.items():
-            for step, path in thinned(sorted(files), lambda chosen: len(chosen) <= MAX_STEPS + 1):
+            for step, path in thinned(sorted(files), lambda chosen: len(chosen) <= MAX_STEPS):
                 key = (step, kind, path.stat().st_mtime_ns)
                 pages[key] = self._pages[key] if key in self._pages else self._read(kind, step, path)
         self._pages = pages

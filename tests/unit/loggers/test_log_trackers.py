@@ -4,7 +4,8 @@ import posixpath
 import re
 import socket
 import sys
-import types
+from functools import partial
+from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -106,65 +107,42 @@ def test_swanlab_and_trackio_receive_metrics_and_hyperparameters(tmp_path, fake)
     assert trackio.init.call_args == call(project="q", name="n-1", resume="allow")
 
 
-class Mlflow(types.ModuleType):
-    """MLflow with runs in memory: refuses the names that MLflow 3 refuses, and other values of a parameter."""
-
-    def __init__(self):
-        super().__init__("mlflow")
-        self.runs, self.uri, self.used = [], None, set()
-
-    def set_tracking_uri(self, uri):
-        self.uri = uri
-
-    def get_tracking_uri(self):
-        return self.uri
-
-    def active_run(self):
-        return None
-
-    def get_experiment_by_name(self, name):
-        return types.SimpleNamespace(name=name)
-
-    def set_experiment(self, name):
-        pass
-
-    def start_run(self, run_id=None, run_name=None, experiment_id=None, tags=None):
-        if run_id is None:
-            run_id = str(len(self.runs))
-            self.runs.append(types.SimpleNamespace(params={}, curves={}, tags=tags or {}))
-        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id, experiment_id="0"))
-
-    def end_run(self):
-        self.used.add(self.uri)
-
-    def get_run(self, run_id):
-        return types.SimpleNamespace(data=self.runs[int(run_id)])
-
-    def log_params(self, params, run_id):
-        self.used.add(self.uri)
-        known = self.runs[int(run_id)].params
-        for name, value in params.items():
-            self.check(name)
-            if known.setdefault(name, str(value)) != str(value):
-                raise RuntimeError(f"Changing param values is not allowed: {name}")
-
-    def log_metrics(self, row, step, run_id):
-        self.used.add(self.uri)
-        for name in row:
-            self.check(name)
-        for name, value in row.items():
-            self.runs[int(run_id)].curves.setdefault(name, []).append((step, value))
-
-    @staticmethod
-    def check(name):
-        normal = posixpath.normpath(name)
-        if not re.fullmatch(r"[/\w.\- :]+", name) or len(name) > 250 or normal != name or normal[0] in "/.":
-            raise RuntimeError(f"Invalid value {name!r}")
+def check_name(name):
+    """Raise RuntimeError for a name that MLflow 3 refuses."""
+    normal = posixpath.normpath(name)
+    if not re.fullmatch(r"[/\w.\- :]+", name) or len(name) > 250 or normal != name or normal[0] in "/.":
+        raise RuntimeError(f"Invalid value {name!r}")
 
 
 @pytest.fixture
 def mlflow(monkeypatch):
-    module = Mlflow()
+    """MLflow with runs in memory: refuses the names that MLflow 3 refuses, and other values of a parameter."""
+    module = MagicMock(runs=[], uri=None, used=set(), active_run=lambda: None)
+
+    def start_run(run_id=None, tags=None, **_):
+        if run_id is None:
+            run_id = str(len(module.runs))
+            module.runs.append(SimpleNamespace(params={}, curves={}, tags=tags or {}))
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id, experiment_id="0"))
+
+    def log_params(params, run_id):
+        module.used.add(module.uri)
+        known = module.runs[int(run_id)].params
+        for name, value in params.items():
+            check_name(name)
+            if known.setdefault(name, str(value)) != str(value):
+                raise RuntimeError(f"Changing param values is not allowed: {name}")
+
+    def log_metrics(row, step, run_id):
+        module.used.add(module.uri)
+        for name, value in row.items():
+            check_name(name)
+            module.runs[int(run_id)].curves.setdefault(name, []).append((step, value))
+
+    module.start_run, module.log_params, module.log_metrics = start_run, log_params, log_metrics
+    module.set_tracking_uri, module.get_tracking_uri = partial(setattr, module, "uri"), lambda: module.uri
+    module.end_run = lambda: module.used.add(module.uri)
+    module.get_run = lambda run_id: SimpleNamespace(data=module.runs[int(run_id)])
     monkeypatch.setitem(sys.modules, "mlflow", module)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     return module

@@ -1,12 +1,20 @@
 // Products of few rows of x with weights in blocks that become pairs of bfloat16 in registers, with rows of w in the
 // lanes, as in few_rows_tile. Unpacked rows would have to be stored, and turned when they are read again.
 //
-// Sixteen rows of a block: their codes are interleaved byte by byte, so that a 32-bit lane holds codes of the even or
-// of the odd terms of a row, and each code is put into the mantissa of a float. A multiply-add takes away what is not
-// the code: 1 + code · 2^-n, times scale · 2^n, minus scale · (2^n + zero) is scale · (code - zero). All of that is
+// q8_0 and nf4: the codes of sixteen rows are interleaved byte by byte, so that a 32-bit lane holds codes of the even
+// or of the odd terms of a row. A code of q8_0 is put into the mantissa of a float. A multiply-add takes away what is
+// not the code: 1 + code · 2^-n, times scale · 2^n, minus scale · (2^n + zero) is scale · (code - zero). All of that is
 // exact, but that a weight of zero has no sign here, and infinite scales give no number. The sums that this could
 // change are zero or not finite. They are formed again from unpacked weights. The codes of nf4 are looked up.
+//
+// q4_0: a weight is ± 2^-h · 8 · odd · |scale| in bfloat16, with odd 1, 3, 5 or 7 and h from 0 to 3, or 0. Rounding
+// commutes with 2^-h, so the bits of the four -8 · odd · |scale| of sixteen rows, 64 numbers in two registers, give all
+// weights: h · 2^7 is subtracted from the exponent, 2^15 where the weight is positive, and more than there is, with
+// saturation at 0, where the weight is 0. Sums have the sign of their row's scale while the block is added. As above,
+// sums that are zero or not finite are formed again.
 #pragma once
+#include <limits>
+
 #include "kernels/cpu/block_strips.h"
 #include "kernels/cpu/block_weights.h"
 #include "kernels/cpu/packed_strip.h"
@@ -26,32 +34,59 @@ template <BlockFormat kFormat>
   else unpack_halves<kFormat>(block, out);
 }
 
+/// 16 bytes of rows 0, kStep, 2 kStep and 3 kStep.
+template <int kStep>
+[[gnu::always_inline]] inline __m512i four_rows(const std::byte* const* rows, std::int64_t at) {
+  const auto two = [&](int i) __attribute__((always_inline)) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(sixteen_bytes(rows[i] + at)),
+                                   sixteen_bytes(rows[i + kStep] + at), 1);
+  };
+  return _mm512_inserti64x4(_mm512_castsi256_si512(two(0)), two(2 * kStep), 1);
+}
+/// The float16 scales of eight rows.
+[[gnu::always_inline]] inline __m128i half_scales(const std::byte* const* rows, std::int64_t at) {
+  __m128i bits = _mm_setzero_si128();
+#define NRL_INSERT(i)                                           \
+  {                                                             \
+    std::uint16_t each;                                         \
+    __builtin_memcpy(&each, rows[i] + at, sizeof(each));        \
+    bits = _mm_insert_epi16(bits, static_cast<short>(each), i); \
+  }
+  NRL_INSERT(0)
+  NRL_INSERT(1)
+  NRL_INSERT(2)
+  NRL_INSERT(3)
+  NRL_INSERT(4)
+  NRL_INSERT(5)
+  NRL_INSERT(6)
+  NRL_INSERT(7)
+#undef NRL_INSERT
+  return bits;
+}
+[[gnu::always_inline]] inline __m512i in_quarters(__m512i bytes, __m128i order) {
+  return _mm512_shuffle_epi8(bytes, _mm512_broadcast_i32x4(order));
+}
+
 /// One block of each of 16 rows, word by word: word<i>() are terms 2 i and 2 i + 1 of all rows.
 template <BlockFormat kFormat>
 class BlockWords {
  public:
-  /// The blocks at rows[i] + offset.
-  [[gnu::always_inline]] BlockWords(const std::byte* const* rows, std::int64_t offset) {
+  /// Reads the blocks at rows[i] + offset.
+  [[gnu::always_inline]] void read(const std::byte* const* rows, std::int64_t offset) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const std::byte* const* const of = rows + 8 * half;
 #pragma GCC unroll 2
       for (int part = 0; part < kParts; ++part) {
         const std::int64_t at = offset + kScaleBytes<kFormat> + 16 * part;
-        const __m512i even = four(of, at), odd = four(of + 1, at);
+        const __m512i even = four_rows<2>(of, at), odd = four_rows<2>(of + 1, at);
         codes_[half][2 * part] = parted(_mm512_unpacklo_epi64(even, odd));
         codes_[half][2 * part + 1] = parted(_mm512_unpackhi_epi64(even, odd));
       }
-      const __m512 scales = scales_of(of, offset);
-      if constexpr (kNormal) {
-        factors_[half][0] = scales;
-        continue;
-      }
-#pragma GCC unroll 3
-      for (int i = 0; i < kPlaces; ++i) {
-        const auto unit = static_cast<float>(1 << (23 - bit_of(i)));
-        factors_[half][i] = _mm512_mul_ps(scales, _mm512_set1_ps(unit));
-        minus_[half][i] = _mm512_mul_ps(scales, _mm512_set1_ps(-(unit + kZero)));
+      factors_[half] = scales_of(of, offset);
+      if constexpr (!kNormal) {
+        minus_[half] = _mm512_mul_ps(factors_[half], _mm512_set1_ps(-(kUnit + 128)));
+        factors_[half] = _mm512_mul_ps(factors_[half], _mm512_set1_ps(kUnit));
       }
     }
   }
@@ -62,22 +97,13 @@ class BlockWords {
   }
 
  private:
-  static constexpr bool kFour = kFormat != BlockFormat::q8_0, kNormal = kFormat == BlockFormat::nf4;
-  static constexpr int kParts = kFour ? 1 : 2, kPlaces = kFour ? 3 : 1;  ///< of 16 bytes; of a code in a mantissa
-  static constexpr float kZero = kFour ? 8 : 128;                        ///< the code of 0
-  static constexpr int bit_of(int place) { return kFour ? 8 + 4 * place : 8; }
+  static constexpr bool kNormal = kFormat == BlockFormat::nf4;
+  static constexpr int kParts = kNormal ? 1 : 2;  ///< of 16 bytes
+  static constexpr float kUnit = 1 << 15;         ///< of a code in a mantissa, from bit 8 on
 
-  /// 16 bytes of rows 0, 2, 4 and 6.
-  [[gnu::always_inline]] static __m512i four(const std::byte* const* rows, std::int64_t at) {
-    __m512i v = _mm512_castsi128_si512(sixteen_bytes(rows[0] + at));
-    v = _mm512_mask_broadcast_i32x4(v, 0x00f0, sixteen_bytes(rows[2] + at));
-    v = _mm512_mask_broadcast_i32x4(v, 0x0f00, sixteen_bytes(rows[4] + at));
-    return _mm512_mask_broadcast_i32x4(v, 0xf000, sixteen_bytes(rows[6] + at));
-  }
   /// Of every eight bytes first the even, then the odd ones.
   [[gnu::always_inline]] static __m512i parted(__m512i bytes) {
-    return _mm512_shuffle_epi8(
-        bytes, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)));
+    return in_quarters(bytes, _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
   }
   /// The scales of eight rows, each twice.
   [[gnu::always_inline]] static __m512 scales_of(const std::byte* const* rows, std::int64_t at) {
@@ -87,45 +113,106 @@ class BlockWords {
       return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7),
                                    _mm512_castps256_ps512(scales));
     }
-    __m128i bits = _mm_setzero_si128();
-#define NRL_INSERT(i)                                           \
-  {                                                             \
-    std::uint16_t each;                                         \
-    __builtin_memcpy(&each, rows[i] + at, sizeof(each));        \
-    bits = _mm_insert_epi16(bits, static_cast<short>(each), i); \
-  }
-    NRL_INSERT(0)
-    NRL_INSERT(1)
-    NRL_INSERT(2)
-    NRL_INSERT(3)
-    NRL_INSERT(4)
-    NRL_INSERT(5)
-    NRL_INSERT(6)
-    NRL_INSERT(7)
-#undef NRL_INSERT
+    const __m128i bits = half_scales(rows, at);
     return _mm512_cvtph_ps(_mm256_set_m128i(_mm_unpackhi_epi16(bits, bits), _mm_unpacklo_epi16(bits, bits)));
   }
 
   /// The two terms of eight rows.
   template <int kWord>
   [[gnu::always_inline]] __m512 weights(int half) const {
-    constexpr int kByte = kWord % 4, kCode = 2 * kByte + kWord / 8;
-    constexpr int kShift = kNormal ? 4 * kCode : !kFour ? 8 * (kByte - 1) : kCode < 2 ? -8 : kCode > 4 ? 12 : 0;
-    constexpr int kPlace = !kFour ? 0 : kCode < 2 ? kCode : kCode > 4 ? kCode - 5 : kCode - 2;
-    constexpr int kMask = (kFour ? 0xf : 0xff) << bit_of(kPlace), kOne = 0x3f800000;
-    __m512i codes = codes_[half][kFour ? kWord / 4 % 2 : kWord / 4];
+    constexpr int kByte = kWord % 4, kShift = kNormal ? 8 * kByte + kWord / 8 * 4 : 8 * (kByte - 1);
+    __m512i codes = codes_[half][kNormal ? kWord / 4 % 2 : kWord / 4];
     if constexpr (kShift < 0) codes = _mm512_slli_epi32(codes, -kShift);
     if constexpr (kShift > 0) codes = _mm512_srli_epi32(codes, kShift);
     if constexpr (kNormal)  // a look-up takes four bits
-      return _mm512_mul_ps(_mm512_permutexvar_ps(codes, _mm512_loadu_ps(kNormalFloat)), factors_[half][0]);
+      return _mm512_mul_ps(_mm512_permutexvar_ps(codes, _mm512_loadu_ps(kNormalFloat)), factors_[half]);
     const __m512i bits =  // codes & mask ^ one; a signed code becomes one above 128
-        _mm512_ternarylogic_epi32(codes, _mm512_set1_epi32(kMask), _mm512_set1_epi32(kFour ? kOne : kOne | 0x8000),
-                                  0x6a);
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(bits), factors_[half][kPlace], minus_[half][kPlace]);
+        _mm512_ternarylogic_epi32(codes, _mm512_set1_epi32(0xff00), _mm512_set1_epi32(0x3f808000), 0x6a);
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(bits), factors_[half], minus_[half]);
   }
 
   __m512i codes_[2][2 * kParts];
-  __m512 factors_[2][kPlaces], minus_[2][kPlaces];
+  __m512 factors_[2], minus_[2];
+};
+
+/// What is subtracted for code q of q4_0, twice one after the other: a look-up takes five bits. Bits 4 and 5 tell which
+/// of the four numbers it is subtracted from, and are added to these.
+struct Subtrahends {
+  alignas(64) std::uint16_t of[32];
+  constexpr Subtrahends() : of() {
+    for (unsigned i = 0; i < 32; ++i) {
+      const unsigned q = i % 16;
+      unsigned odd = q < 8 ? 8 - q : q - 8, halvings = 3;
+      for (; odd > 1 && odd % 2 == 0; odd /= 2) --halvings;
+      of[i] = static_cast<std::uint16_t>(odd == 0 ? 0xffff : (q > 8 ? 0x8000 : 0) + (halvings << 7) + (odd / 2 << 4));
+    }
+  }
+};
+constexpr Subtrahends kSubtrahends;
+
+template <>
+class BlockWords<BlockFormat::q4_0> {
+ public:
+  [[gnu::always_inline]] void read(const std::byte* const* rows, std::int64_t offset) {
+    const std::int64_t at = offset + kScaleBytes<BlockFormat::q4_0>;
+    const __m512i first = four_rows<4>(rows, at), second = four_rows<4>(rows + 1, at),
+                  third = four_rows<4>(rows + 2, at), fourth = four_rows<4>(rows + 3, at);
+    const __m512i low = _mm512_unpacklo_epi32(first, second), high = _mm512_unpackhi_epi32(first, second),
+                  next_low = _mm512_unpacklo_epi32(third, fourth), next_high = _mm512_unpackhi_epi32(third, fourth);
+    codes_[0] = parted(_mm512_unpacklo_epi64(low, next_low));
+    codes_[1] = parted(_mm512_unpackhi_epi64(low, next_low));
+    codes_[2] = parted(_mm512_unpacklo_epi64(high, next_high));
+    codes_[3] = parted(_mm512_unpackhi_epi64(high, next_high));
+    const __m512 scales = _mm512_cvtph_ps(_mm256_set_m128i(half_scales(rows + 8, offset), half_scales(rows, offset)));
+    signs_changed_ = _mm512_ternarylogic_epi32(_mm512_castps_si512(scales), _mm512_castps_si512(scales_),
+                                               _mm512_set1_epi32(kSign), 0x28);  // (new ^ old) & sign
+    scales_ = scales;
+    not_finite_ = _mm512_fmadd_ps(scales, _mm512_setzero_ps(), not_finite_);
+    const __m512 magnitudes = _mm512_abs_ps(scales);
+    const auto minus = [&](float odd) __attribute__((always_inline)) {  // 0 - 0 is 0, not -0
+      return _mm512_fnmadd_ps(magnitudes, _mm512_set1_ps(8 * odd), _mm512_setzero_ps());
+    };
+    const __m512i of_second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    numbers_[0] = _mm512_add_epi16(rounded(minus(1), minus(3)), of_second);
+    numbers_[1] = _mm512_add_epi16(rounded(minus(5), minus(7)), _mm512_or_si512(of_second, _mm512_set1_epi16(32)));
+  }
+
+  /// The sums of the blocks before this one, with the signs of its scales.
+  template <class V>
+  [[gnu::always_inline]] V signed_as_this(V sums) const {
+    return __builtin_bit_cast(V, _mm512_xor_si512(__builtin_bit_cast(__m512i, sums), signs_changed_));
+  }
+  /// The sums of all blocks, with their own signs; NaN where a scale was not finite.
+  template <class V>
+  [[gnu::always_inline]] V whole(V sums) const {
+    const __m512i signs = _mm512_and_si512(_mm512_castps_si512(scales_), _mm512_set1_epi32(kSign));
+    const __m512i each = _mm512_xor_si512(__builtin_bit_cast(__m512i, sums), signs);
+    return __builtin_bit_cast(V, _mm512_add_ps(_mm512_castsi512_ps(each), not_finite_));
+  }
+
+  template <int kWord>
+  [[gnu::always_inline]] __m512i word() const {
+    constexpr int kShift = kWord % 2 * 8 + kWord / 8 * 4;
+    __m512i codes = codes_[kWord % 8 / 2];
+    if constexpr (kShift > 0) codes = _mm512_srli_epi16(codes, kShift);
+    const __m512i rows = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5,
+                                          4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    const __m512i less = _mm512_permutexvar_epi16(codes, _mm512_load_si512(kSubtrahends.of));
+    return _mm512_subs_epu16(_mm512_permutex2var_epi16(numbers_[0], _mm512_or_si512(less, rows), numbers_[1]), less);
+  }
+
+ private:
+  static constexpr int kSign = std::numeric_limits<int>::min();
+
+  /// Of every four bytes first the even, then the odd ones.
+  [[gnu::always_inline]] static __m512i parted(__m512i bytes) {
+    return in_quarters(bytes, _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+  }
+
+  __m512i codes_[4];    ///< a 32-bit lane for each row: terms 4 i to 4 i + 3 and those 16 places after them
+  __m512i numbers_[2];  ///< -8 · odd · |scale| of the rows: odd 1, then 3; 5, then 7
+  __m512i signs_changed_;
+  __m512 scales_ = _mm512_setzero_ps(), not_finite_ = _mm512_setzero_ps();
 };
 
 /// The sums of 16 rows of w with one row of packed x: from unpacked weights.
@@ -161,28 +248,35 @@ template <BlockFormat kFormat, int kRows, int kGroups>
   X::V chains[kGroups][kRows];
   for (auto& group : chains)
     for (auto& chain : group) chain = X::V{};
-  StripRows<false> block_x(p);
+  StripRows<false> x(p);
+  BlockWords<kFormat> words[kGroups];
   const std::int64_t end = block_row_bytes(kFormat, p.K);
   for (std::int64_t offset = 0; offset < end; offset += kBytes) {
     if (ahead != nullptr) ahead->ask(kGroups * kBlockGroup * kBytes);
-    auto x = block_x;
 #pragma GCC unroll 3
     for (int g = 0; g < kGroups; ++g) {
-      x = block_x;
-      const BlockWords<kFormat> words(rows + g * kBlockGroup, offset);
-      [&]<int... kWord>(std::integer_sequence<int, kWord...>) __attribute__((always_inline)) {
-        const auto add = [&](__m512i word) __attribute__((always_inline)) {
+      words[g].read(rows + g * kBlockGroup, offset);
+      if constexpr (kFormat == BlockFormat::q4_0)
+        for (auto& chain : chains[g]) chain = words[g].signed_as_this(chain);
+    }
+    [&]<int... kWord>(std::integer_sequence<int, kWord...>) __attribute__((always_inline)) {
+      const auto add = [&]<int kEach>() __attribute__((always_inline)) {
+#pragma GCC unroll 3
+        for (int g = 0; g < kGroups; ++g) {
+          const __m512i word = words[g].template word<kEach>();
 #pragma GCC unroll 8
           for (int r = 0; r < kRows; ++r) chains[g][r] = x.add(word, r, chains[g][r]);
-          x.next_word();
-        };
-        (add(words.template word<kWord>()), ...);
-      }(std::make_integer_sequence<int, kBlockWords>());
-    }
-    block_x = x;
+        }
+        x.next_word();
+      };
+      (add.template operator()<kWord>(), ...);
+    }(std::make_integer_sequence<int, kBlockWords>());
   }
   for (int r = 0; r < kRows; ++r)
-    for (int g = 0; g < kGroups; ++g) store(sums + r * width + g * kBlockGroup, chains[g][r]);
+    for (int g = 0; g < kGroups; ++g) {
+      if constexpr (kFormat == BlockFormat::q4_0) chains[g][r] = words[g].whole(chains[g][r]);
+      store(sums + r * width + g * kBlockGroup, chains[g][r]);
+    }
 }
 
 /// sums[r][width] of a strip's 48 rows of w.

@@ -88,19 +88,35 @@ def test_dequantised_nf4_weights_equal_those_of_a_slow_reference():
     assert torch.equal(dense(torch.from_numpy(raw), 32, torch.bfloat16), ours.bfloat16())
 
 
-@pytest.mark.parametrize("kind", GGML)
-def test_dequantised_weights_equal_those_of_reference_decoders(kind):
-    """Every scale that float16 has but infinity, with every code."""
+def blocks_of_every_scale(kind):
+    """Return a block for every finite scale that float16 has, together with every code."""
     size, scales = weight_blocks.BYTES[kind], np.arange(1 << 16, dtype=np.uint16)
     scales = scales[(scales & 0x7C00) != 0x7C00]
     raw = np.zeros((len(scales), size), dtype=np.uint8)
     raw[:, :2] = scales.view(np.uint8).reshape(-1, 2)
     raw[:, 2:] = np.random.default_rng(0).integers(0, 256, (len(scales), size - 2), dtype=np.uint8)
+    return raw
+
+
+@pytest.mark.parametrize("kind", GGML)
+def test_dequantised_weights_equal_those_of_reference_decoders(kind):
+    raw = blocks_of_every_scale(kind)
     ours = dense(torch.from_numpy(raw), 32)
     assert np.array_equal(ours.numpy(), gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind.upper()]))
     assert torch.equal(dense(torch.from_numpy(raw), 32, torch.bfloat16), ours.bfloat16())
     for row in range(0, len(raw), 997):
         assert ours[row].tolist() == weight_blocks.decoded(raw[row].tobytes(), kind)
+
+
+@pytest.mark.parametrize("kind", GGML)
+@pytest.mark.parametrize("rows", [1, 8])
+def test_products_of_unit_vectors_are_the_dequantised_weights_for_every_scale(kind, rows):
+    blocks = torch.from_numpy(blocks_of_every_scale(kind))
+    w = dense(blocks, 32, torch.bfloat16).float()
+    for x in torch.eye(32, dtype=torch.bfloat16).split(rows):
+        y = torch.empty(rows, len(blocks))
+        C.linear_forward(x, blocks, None, y, False)
+        assert torch.equal(y, x.float() @ w.T)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -160,8 +160,9 @@ class Saver:
                 self.terminal.progress.print(f"step {state.step} is saved: {manager.checkpoint_dir} has space again")
             manager.owed = False
         size = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
+        removed = f"; removed {', '.join(manager.removed)}" if manager.removed else ""
         self.terminal.progress.print(
-            f"saved {short_path(saved)}: {size_text(size)} in {time.monotonic() - began:.1f} s"
+            f"saved {short_path(saved)}: {size_text(size)} in {time.monotonic() - began:.1f} s{removed}"
         )
         result.checkpoint = saved
 

@@ -61,6 +61,7 @@ class CheckpointManager:
     Attributes:
         metric_seen: whether `metric_name` was found among the metrics of this run.
         metric_missed: whether the user was warned that a checkpoint lacks the metric.
+        removed: names of the checkpoints that the last save removed.
         owed: whether a due checkpoint could not be saved because the disk was full.
         facts: entries to add to the manifest of every checkpoint, in addition to step and time."""
 
@@ -77,6 +78,7 @@ class CheckpointManager:
         self.save_optimizer = config.save_optimizer
         self.checkpoint_dir = Path(config.checkpoint_dir).absolute()  # the user's code may change the working directory
         self.metric_seen = self.metric_missed = self.owed = False
+        self.removed: list[str] = []
         self.facts: dict[str, Plain] = {}
         self._lock: FolderLock | None = None
         self._claimed = self._made = self._saving = False
@@ -293,9 +295,10 @@ class CheckpointManager:
         best_first = sorted(periodic, key=self._rank, reverse=True)
         keep = {*newest_first[:1], *newest_first[: self.config.ft_keep_latest_k or 0]}
         keep.update(record.step for record in best_first[: self.config.keep_top_k])
-        for record in records:
-            if record.step not in keep:
-                _remove(record.path)
+        old = [record.path for record in records if record.step not in keep]
+        self.removed = [path.name for path in old]
+        for path in old:
+            _remove(path)
 
     def _rank(self, record: "CheckpointRecord") -> tuple[bool, float, int]:
         value = as_number(record.info.get(self.metric_name)) if self.metric_name else None

@@ -150,10 +150,8 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
     words = (name, f"{name}_cfg") if name != "enabled" else ()  # every feature has that key
     same = [key for key in known if key.rpartition(".")[2] in words]
     if same:  # in the same section, else in the same part of the file, else nearest to its top
-        order = sorted(
-            same, key=lambda key: (not key.startswith(prefix), not key.startswith(section), key.count("."), key)
-        )
-        return f"is unknown here; did you mean {order[0]}?"
+        distance = lambda key: (not key.startswith(prefix), not key.startswith(section), key.count("."), len(key), key)  # noqa: E731
+        return f"is unknown here; did you mean {min(same, key=distance)}?"
     if near := did_you_mean(name, here, cutoff=0.55):
         return f"is unknown; {near}"
     if far := did_you_mean(dotted, (key for key in every if not dotted.startswith(key + ".")), cutoff=0.8):
@@ -202,6 +200,9 @@ def sentence(error: ErrorDetails, dotted: str, model: type[Section], where: str 
     if expected is None:
         return f"{error['msg'][0].lower()}{error['msg'][1:]} (given: {shown(value)})"
     hint = ""
+    if isinstance(value, bool) and expected.startswith("a section"):  # the switch of a feature
+        switch = next((key for key in (f"{dotted}.enabled", f"{dotted}_enabled") if key in model.known_keys()), None)
+        hint = f"; set {switch}={shown(value)}" if switch else ""
     if kind == "string_type" and isinstance(value, (int, float)):
         name, _, text = where.removeprefix("override '").removesuffix("'").partition("=")
         by_override = where.startswith("override ") and name.lstrip("+") == dotted  # the shell removes its outer quotes

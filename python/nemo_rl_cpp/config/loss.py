@@ -215,6 +215,13 @@ def check_policy_loss(loss: ClippedPGLossConfig, report: Report) -> None:
     for name, value in needed.items() if loss.use_cispo else ():
         if getattr(loss, name) != value:
             report.add(f"loss_fn.{name}", f"must be {shown(value)} with loss_fn.use_cispo", "loss_fn.use_cispo")
+    for name in sorted(type(loss).model_fields) if loss.name in LOSSES else ():
+        named = (own for own in ("sapo", "dro", "vespo", "clip_cov", "kl_cov") if name.startswith(f"{own}_"))
+        owner = "kl_cov" if name == "ppo_kl_coef" else next(named, loss.name)
+        if owner != loss.name and report.nearness(f"loss_fn.{name}") == 3:
+            report.add(
+                f"loss_fn.{name}", f"has no effect with loss_fn.name {loss.name}, only with {owner}: leave it out"
+            )
     _check_truncation(loss, report)
 
 

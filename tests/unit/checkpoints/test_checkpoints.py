@@ -122,9 +122,10 @@ KEPT = {  # settings, {step: metric, None where it has none}, the steps that are
 @pytest.mark.parametrize("case", KEPT)
 def test_old_checkpoints_are_deleted_according_to_the_configured_limits(make, root, case):
     settings, metrics, kept = KEPT[case]
-    manager = make(**settings)
+    manager, there = make(**settings), []
     for step, value in metrics.items():
         save(manager, step, **({} if value is None else {settings["metric_name"]: value}))
+        assert set(manager.removed) == {*there, f"step_{step}"} - set(there := names(root))
     assert names(root) == [f"step_{step}" for step in kept]
 
 

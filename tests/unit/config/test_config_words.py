@@ -66,11 +66,29 @@ def test_error_for_an_unknown_key_without_a_similar_key_suggests_nothing(theirs)
     [("policy.lora.enabled=true", "policy.dtensor_cfg.lora_cfg"), ("policy.lora_cfg.dim=8", "policy.dtensor_cfg.lora_cfg"),
      ("lora.dim=8", "policy.dtensor_cfg.lora_cfg"), ("policy.optimizer.lr=1e-4", "policy.optimizer.kwargs.lr"),
      ("async_grpo.enabled=true", "grpo.async_grpo"), ("logger.wandb.enabled=true", "logger.wandb_enabled"),
-     ("policy.generation.vllm.precision=x", "policy.generation.vllm_cfg")],
+     ("policy.lr=1e-4", "policy.optimizer.kwargs.lr"), ("policy.generation.vllm.precision=x", "policy.generation.vllm_cfg")],
 )  # fmt: skip
 def test_error_for_a_key_of_another_section_suggests_the_nearest_place_of_that_name(override, meant):
     (problem,) = problems(overrides=[override])
     assert problem.partition(" (to add")[0].endswith(f"did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
+    "override, key",
+    [("grpo.async_grpo=true", "grpo.async_grpo.enabled=true"), ("logger.wandb=true", "logger.wandb_enabled=true"),
+     ("policy.dtensor_cfg.lora_cfg=false", "policy.dtensor_cfg.lora_cfg.enabled=false")],
+)  # fmt: skip
+def test_error_for_a_section_given_as_true_or_false_names_its_switch(override, key):
+    (problem,) = problems(overrides=[override])
+    assert problem.endswith(f"; set {key}")
+
+
+@pytest.mark.parametrize("override", ["loss_fn.dro_beta=0.2", "loss_fn.ppo_kl_coef=0.2", "loss_fn.clip_cov_lb=2.0"])
+def test_key_of_another_loss_on_the_command_line_is_reported(override):
+    (problem,) = problems(overrides=[override])
+    assert "has no effect with loss_fn.name clipped_pg, only with" in problem
+    owner = problem.rpartition("only with ")[2].partition(":")[0]
+    load_grpo_config("run.yaml", [f"loss_fn.name={owner}", override])
 
 
 @pytest.mark.parametrize(

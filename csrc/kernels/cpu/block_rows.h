@@ -13,8 +13,6 @@
 // saturation at 0, where the weight is 0. Sums have the sign of their row's scale while the block is added. As above,
 // sums that are zero or not finite are formed again.
 #pragma once
-#include <limits>
-
 #include "kernels/cpu/block_strips.h"
 #include "kernels/cpu/block_weights.h"
 #include "kernels/cpu/packed_strip.h"
@@ -202,7 +200,7 @@ class BlockWords<BlockFormat::q4_0> {
   }
 
  private:
-  static constexpr int kSign = std::numeric_limits<int>::min();
+  static constexpr int kSign = -0x7fffffff - 1;
 
   /// Of every four bytes first the even, then the odd ones.
   [[gnu::always_inline]] static __m512i parted(__m512i bytes) {

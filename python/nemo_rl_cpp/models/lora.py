@@ -6,7 +6,7 @@ frozen weight matrix of `model_name`. A [dim, in] and B [out, dim] are trained i
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.lora import FUSED, LayerKinds, adapted_modules, is_experts, nothing_adapted
+from nemo_rl_cpp.config.lora import FUSED, Adapters, LayerKinds, adapted_modules, is_experts, nothing_adapted
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
@@ -72,32 +72,22 @@ class Lora:
         section: name of the configuration section, for messages.
         modules: the adapted modules, for instance model.layers.0.self_attn.q_proj, in the order of the parameters.
         layers: the layers of the model.
-        dim, alpha, init, merge, use_rslora: as in `lora_cfg`.
+        settings: the section of the configuration.
         base: the base model's name in PEFT's adapter_config.json.
-        value_head: the model is a critic; its whole scalar head is trained together with the adapters.
-        base_digest: digest of the base weights; empty if this process holds only a slice of them.
-        quantization: format of the base model's matrices; None: not quantised.
-        base_seed: seed of the base weights, if they are random.
-        is_gpt_oss: the base model is gpt-oss.
+        folder: the base model. If it is a critic, its whole scalar head is trained together with the adapters.
         key: the configuration key of the settings, for messages.
+        base_digest: digest of the base weights; empty if this process holds only a slice of them.
         joined: the adapted modules that join modules of the model -> these modules and their numbers of rows
             (Adapters.joins)."""
 
     section: str
     modules: tuple[str, ...]
     layers: LayerKinds
-    dim: int
-    alpha: int
-    init: str
+    settings: Adapters
     base: str
-    value_head: bool
+    folder: ModelFolder
+    key: str
     base_digest: str = ""
-    merge: bool = True
-    use_rslora: bool = False
-    quantization: str | None = None
-    base_seed: int = 0
-    is_gpt_oss: bool = False
-    key: str = ""
     joined: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
 
     @classmethod
@@ -113,23 +103,9 @@ class Lora:
         modules, key = adapted_modules(wanted, layers), config.lora_key(section)
         if not modules:
             raise ValueError(f"{key}.{nothing_adapted(wanted, config.model_name, layers)}")
-        return cls(
-            section,
-            tuple(modules),
-            layers,
-            wanted.dim,
-            wanted.alpha,
-            wanted.lora_A_init,
-            findable_name(config.model_name),
-            folder.value_head,
-            merge=wanted.merge,
-            use_rslora=wanted.use_rslora,
-            quantization=folder.quantization,
-            base_seed=folder.seed,
-            is_gpt_oss=folder.config["model_type"] == "gpt_oss",
-            key=key,
-            joined={} if native["fused_tensors"] else _joined(modules, parameter_shapes(native)),
-        )
+        joined = {} if native["fused_tensors"] else _joined(modules, parameter_shapes(native))
+        name = findable_name(config.model_name)
+        return cls(section, tuple(modules), layers, wanted, name, folder, key, joined=joined)
 
     @property
     def targets(self) -> list[str]:
@@ -140,8 +116,9 @@ class Lora:
         """Return the layouts of the adapters' flat buffers: one for each tensor-parallel rank, and one for the whole
         model. `native` describes the model, see `ModelFolder.native`."""
         count = ranks.tensor_size
-        layouts = [C.ParameterLayout(native, self.dim, self.targets, rank, count) for rank in range(count)]
-        return Slices(ranks, layouts, C.ParameterLayout(native, self.dim, self.targets))
+        adapters = (native, self.settings.dim, self.targets)
+        layouts = [C.ParameterLayout(*adapters, rank, count) for rank in range(count)]
+        return Slices(ranks, layouts, C.ParameterLayout(*adapters))
 
     def begin(self, model: C.DecoderModel, seed: int, weights_path: str | Path | None, *, is_whole: bool) -> None:
         """Add adapters to a frozen model whose weights are loaded.
@@ -150,14 +127,15 @@ class Lora:
         B is 0, so that the effective weights are unchanged. `is_whole`: this process holds all weights, not a slice."""
         if is_whole:  # the digest depends on the number of slices
             self.base_digest = f"{model.digest():016x}"
-        model.adapt(self.dim, float(self.alpha), self.targets, self.merge, self.use_rslora)
+        lora = self.settings
+        model.adapt(lora.dim, float(lora.alpha), self.targets, lora.merge, lora.use_rslora)
         self.draw(model, seed)
         if weights_path is not None:
             self.load(Path(weights_path), model)
 
     def draw(self, model: C.DecoderModel, seed: int) -> None:
         """Initialise a model's adapters: A is drawn from the seed, and B is 0."""
-        generator = torch.Generator().manual_seed(_STREAM * (2 if self.value_head else 1) + seed)
+        generator = torch.Generator().manual_seed(_STREAM * (2 if self.folder.value_head else 1) + seed)
         specs = model.trained_layout.specs
         views = named_views(specs, model.masters)
         for spec in specs:
@@ -169,8 +147,8 @@ class Lora:
 
     def _drawn(self, shape: list[int], generator: torch.Generator) -> Tensor:
         columns = shape[1]
-        if self.init == "xavier":
-            return torch.randn(shape, generator=generator) * math.sqrt(2 / (self.dim + columns))
+        if self.settings.lora_A_init == "xavier":
+            return torch.randn(shape, generator=generator) * math.sqrt(2 / (self.settings.dim + columns))
         bound = 1 / math.sqrt(columns)  # kaiming_uniform_ with a = sqrt(5)
         return (2 * torch.rand(shape, generator=generator) - 1) * bound
 
@@ -182,15 +160,15 @@ class Lora:
         folder = weights / ADAPTER
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
-            key: self._for_peft(name, part).clone(memory_format=torch.contiguous_format).cpu()
+            key: self._converted(lora_b_for_peft, name, part).clone(memory_format=torch.contiguous_format).cpu()
             for name, view in named_views(layout.specs, masters).items()
             for key, part in self._parts(name, view)
         }
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / CONFIG_FILE).write_text(json.dumps(self.peft_config(), indent=2, sort_keys=True) + "\n")
         base = {"digest": self.base_digest}
-        if self.quantization is not None:  # the base weights are not saved, so a reader needs their source
-            base |= {"model_name": self.base, "seed": self.base_seed, "quantization": self.quantization}
+        if (format := self.folder.quantization) is not None:  # base weights are not saved, so a reader needs the source
+            base |= {"model_name": self.base, "seed": self.folder.seed, "quantization": format}
         (folder / BASE_FILE).write_text(json.dumps(base) + "\n")
 
     def _parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -210,23 +188,24 @@ class Lora:
         """Return the names of the adapted modules of transformers' model."""
         return [part for module in self.modules for part, _ in self.joined.get(module, ((module, 0),))]
 
-    def _for_peft(self, name: str, view: Tensor) -> Tensor:
+    def _converted(self, convert: Callable[[Tensor, int, bool], Tensor], name: str, tensor: Tensor) -> Tensor:
         if not name.endswith(LORA_B):
-            return view
-        return lora_b_for_peft(view, self.dim, alternates_in_peft(name, self.is_gpt_oss))
+            return tensor
+        is_gpt_oss = self.folder.config["model_type"] == "gpt_oss"
+        return convert(tensor, self.settings.dim, alternates_in_peft(name, is_gpt_oss))
 
     def peft_config(self) -> dict[str, Plain]:
         """Return the contents of adapter_config.json."""
         return {
             "peft_type": "LORA",
-            "task_type": "SEQ_CLS" if self.value_head else "CAUSAL_LM",
+            "task_type": "SEQ_CLS" if self.folder.value_head else "CAUSAL_LM",
             "base_model_name_or_path": None if self.base == TINY_RANDOM else self.base,
-            "r": self.dim,
-            "lora_alpha": self.alpha,
-            "use_rslora": self.use_rslora,
+            "r": self.settings.dim,
+            "lora_alpha": self.settings.alpha,
+            "use_rslora": self.settings.use_rslora,
             "lora_dropout": 0.0,
             **self._peft_targets(),
-            "modules_to_save": ["score"] if self.value_head else None,
+            "modules_to_save": ["score"] if self.folder.value_head else None,
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
@@ -272,22 +251,17 @@ class Lora:
             self._check_saved(folder, saved.keys())
             for spec in specs:
                 for name, part in self._parts(spec.name, views[spec.name]):
-                    tensor = saved.get_tensor(name)
-                    if name.endswith(LORA_B):
-                        tensor = lora_b_from_peft(tensor, self.dim, alternates_in_peft(spec.name, self.is_gpt_oss))
+                    tensor = self._converted(lora_b_from_peft, spec.name, saved.get_tensor(name))
                     part.copy_(own_part(spec, tensor))
         model.masters_changed()
 
     def _check_saved(self, folder: Path, names: list[str]) -> None:
         key = self.key
         saved = json.loads((folder / CONFIG_FILE).read_text())
-        now = {"dim": self.dim, "alpha": self.alpha, "use_rslora": self.use_rslora}
         before = {"dim": saved.get("r"), "alpha": saved.get("lora_alpha"), "use_rslora": saved.get("use_rslora", False)}
-        for name in now:
-            if before[name] != now[name]:
-                raise ValueError(
-                    f"{key}.{name} is {now[name]}, but the adapter in {folder} has {before[name]}: set it back"
-                )
+        for name, value in before.items():
+            if (now := getattr(self.settings, name)) != value:
+                raise ValueError(f"{key}.{name} is {now}, but the adapter in {folder} has {value}: set it back")
         modules = adapted_modules_of(names)
         if set(modules) != set(self._peft_modules):
             raise ValueError(

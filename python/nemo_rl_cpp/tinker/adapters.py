@@ -184,9 +184,9 @@ class AdaptedModel:
         modules = [module for module in default if MATRICES[module.rpartition(".")[2]] in wanted]
         if not modules:
             raise UserError("no matrix of this model would be trained: set train_attn or train_mlp")
-        name = findable_name(base.names[-1])
-        key = "base.dtensor_cfg.lora_cfg"
-        self.lora = Lora("base", tuple(modules), layers, shape.rank, ALPHA, "xavier", name, value_head=False, key=key)
+        name, key = findable_name(base.names[-1]), "base.dtensor_cfg.lora_cfg"
+        settings = LoraConfig(dim=shape.rank, alpha=ALPHA)
+        self.lora = Lora("base", tuple(modules), layers, settings, name, base.folder, key)
         self.native = C.DecoderModel(native, DTYPES[base.precision], False)
         base.folder.fill(self.native)
         self.lora.begin(self.native, 0, None, is_whole=True)

@@ -177,7 +177,7 @@ def test_lora_a_is_initialised_from_the_seed_and_lora_b_with_zeros(init):
         if name.endswith("lora_B.weight"):
             assert not view.any()
             continue
-        dim, columns = lora.dim, view.shape[1]
+        dim, columns = lora.settings.dim, view.shape[1]
         if init == "xavier":
             assert float(view.std()) == pytest.approx(math.sqrt(2 / (dim + columns)), rel=0.2)
         else:

@@ -31,6 +31,11 @@ MIXTURE = tiny.shaped({
 })  # fmt: skip
 
 
+def on(more):
+    """ON, without the learning rate that Megatron's backend does not read if `more` enables it."""
+    return ON[:2] if set(MEGATRON) <= set(more) else ON
+
+
 @pytest.mark.parametrize(
     "more",
     [(), (*BF16, *KL, *SOME), APART, (*APART, *BF16, *KL, *SOME), RECURRENT, (*RECURRENT, *BF16, *KL), (*RECURRENT, *APART), (*RECURRENT, *APART, *BF16, *KL),
@@ -41,7 +46,7 @@ MIXTURE = tiny.shaped({
          "megatron", "megatron_apart_bfloat16_kl", "mamba", "mamba_bfloat16_kl", "mamba_apart", "mamba_apart_bfloat16_kl"],
 )  # fmt: skip
 def test_lora_run_has_equal_generation_and_training_logprobs_and_keeps_frozen_weights(tmp_path, more):
-    with tiny.make(tmp_path, *tiny.SMALL, *ON, *more, "grpo.max_num_steps=4") as run:
+    with tiny.make(tmp_path, *tiny.SMALL, *on(more), *more, "grpo.max_num_steps=4") as run:
         start = {name: view.clone() for name, view in run.policy.state_dict().items()}
         run.train()
         assert is_exact(run.history) and run.history[-1]["grad_norm"] > 0
@@ -62,7 +67,7 @@ def test_lora_run_has_equal_generation_and_training_logprobs_and_keeps_frozen_we
     ids=["grpo", "grpo_apart", "ppo", "ppo_apart", "grpo_recurrent", "grpo_recurrent_apart", "grpo_mixture", "grpo_mixture_apart", "grpo_megatron", "grpo_mamba", "grpo_mamba_apart"],
 )  # fmt: skip
 def test_resumed_lora_run_ends_with_bit_identical_weights_and_metrics(tmp_path, config, merge, family):
-    more = (*ON, *BF16, *KL, *SOME) if config.startswith("grpo") else (
+    more = (*on(family), *BF16, *KL, *SOME) if config.startswith("grpo") else (
         *ON, "policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg.enabled=true", "value.megatron_cfg.enabled=false", "++value.dtensor_cfg.enabled=true", "++value.dtensor_cfg.lora_cfg.enabled=true",
         "value.optimizer={kwargs:{lr:1e-2}}", "ppo.policy_training_start_step=1",
     )  # fmt: skip

@@ -10,22 +10,15 @@ from importlib import import_module
 from types import ModuleType
 
 _LOSS_PARTS = dict.fromkeys(("LossFunction", "LossInputType", "LossType"), "algorithms.loss")
-_LOSSES = {
-    "ClippedPGLossConfig": "config.loss",
-    "ClippedPGLossFn": "algorithms.loss",
-    "MseValueLossConfig": "config.loss",
-    "MseValueLossFn": "algorithms.loss",
-}
+_LOSSES = dict.fromkeys(("ClippedPGLossFn", "MseValueLossFn"), "algorithms.loss")
+_LOSSES |= dict.fromkeys(("ClippedPGLossConfig", "MseValueLossConfig"), "config.loss")
+_ESTIMATORS = ("GDPO", "GRPO", "Generalized", "RawReward", "ReinforcePlusPlus")
 
 # module of NeMo RL -> its names -> our module; `module:name` where our name differs
 _MODULES = {
     "algorithms": {},
     "algorithms.advantage_estimator": {
-        "GDPOAdvantageEstimator": "algorithms.advantage_estimator",
-        "GRPOAdvantageEstimator": "algorithms.advantage_estimator",
-        "GeneralizedAdvantageEstimator": "algorithms.advantage_estimator",
-        "RawRewardAdvantageEstimator": "algorithms.advantage_estimator",
-        "ReinforcePlusPlusAdvantageEstimator": "algorithms.advantage_estimator",
+        f"{name}AdvantageEstimator": "algorithms.advantage_estimator" for name in _ESTIMATORS
     },
     "algorithms.grpo": {
         "DynamicSamplingExhausted": "algorithms.dynamic_sampling",
@@ -49,18 +42,12 @@ _MODULES = {
     },
     "data.datasets.raw_dataset": {"RawDataset": "data.datasets.processed_dataset"},
     "data.datasets.response_datasets": {"ResponseDataset": "data.datasets.response_datasets.response_dataset"},
-    "data.interfaces": {
-        "DatumSpec": "data.interfaces",
-        "LLMMessageLogType": "data.interfaces",
-        "TaskDataProcessFnCallable": "data.interfaces",
-        "TaskDataSpec": "data.interfaces",
-    },
-    "data.processors": {
-        "PROCESSOR_REGISTRY": "data.processors",
-        "math_data_processor": "data.processors",
-        "math_hf_data_processor": "data.processors",
-        "register_processor": "data.processors",
-    },
+    "data.interfaces": dict.fromkeys(
+        ("DatumSpec", "LLMMessageLogType", "TaskDataProcessFnCallable", "TaskDataSpec"), "data.interfaces"
+    ),
+    "data.processors": dict.fromkeys(
+        ("PROCESSOR_REGISTRY", "math_data_processor", "math_hf_data_processor", "register_processor"), "data.processors"
+    ),
     "distributed": {},
     "distributed.batched_data_dict": {"BatchedDataDict": "distributed.ragged_batch"},
     "distributed.virtual_cluster": {"RayVirtualCluster": "distributed.cluster:Cluster"},

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, PrivateAttr
 
 from nemo_rl_cpp.dotted_names import is_user_defined
 
-from .base import Count, Fraction, Int, NonNegative, Positive, Real, Section, Seed, key, section
+from .base import Count, Fraction, Int, NonNegative, Positive, Real, Section, key, section
 from .cluster import engines_of
 from .errors import Report
 from .loop import AdvEstimatorConfig, GRPOEstimator, LoopConfig, OnePassLoop
@@ -117,7 +117,6 @@ class DistillationEstimatorConfig(AdvEstimatorConfig):
 class DistillationConfig(LoopConfig):
     """Settings of the training loop of a distillation run. Keys that are also in `grpo` have the same meaning."""
 
-    section_name = "distillation"
     num_prompts_per_step: Positive = 128
     num_generations_per_prompt: Positive = 1
     max_num_epochs: Positive = 10
@@ -223,18 +222,11 @@ class SFTConfig(OnePassLoop):
     """Settings of the training loop of supervised fine-tuning. Each step trains on policy.train_global_batch_size rows
     of the dataset."""
 
-    section_name: ClassVar[str] = "sft"
-    max_num_epochs: Positive = 1
-    """Number of passes over the data. Training ends after max_num_epochs or max_num_steps, whichever comes first."""
     max_num_steps: Count = 60
-    """Number of training steps. Training ends after max_num_epochs or max_num_steps, whichever comes first."""
-    val_period: Int = key(10, "Number of steps between validations. 0 or less: no validation at intervals.")
     val_batches: Int = key(8, "Number of batches per validation. 0 or less: all.")
     val_global_batch_size: Positive = key(32, "Number of rows in a validation batch.")
     val_micro_batch_size: Positive = key(1, "Number of rows in a validation micro-batch.")
-    val_at_start: bool = key(True, "Run a validation before the first step.")
-    val_at_end: bool = key(False, "Run a validation after the last step.")
-    seed: Seed = key(42, "Random seed for the order of the data.")
+    val_at_start: bool = True
 
     # values of keys that other training loops have
     num_generations_per_prompt: ClassVar[int] = 1

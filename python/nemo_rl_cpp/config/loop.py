@@ -124,8 +124,18 @@ class AsyncConfig(Section):
 
 
 class OnePassLoop(Section):
-    """The base class of the sections of training loops. Its attributes describe a loop in which the policy makes one
-    pass over each batch and no generation overlaps with training. Subclasses override those that differ."""
+    """The base class of the sections of training loops, with the keys that all of them share. Its attributes describe a
+    loop in which the policy makes one pass over each batch and no generation overlaps with training. Subclasses
+    override those that differ."""
+
+    max_num_epochs: Positive = 1
+    """Number of passes over the data. Training ends after max_num_epochs or max_num_steps, whichever comes first."""
+    max_num_steps: Count = 1000000
+    """Number of training steps. Training ends after max_num_epochs or max_num_steps, whichever comes first."""
+    val_period: Int = key(10, "Number of steps between validations. 0 or less: no validation at intervals.")
+    val_at_start: bool = key(False, "Run a validation before the first step.")
+    val_at_end: bool = key(False, "Run a validation after the last step.")
+    seed: Seed = key(42, "Random seed for the order of the data and for sampling.")
 
     policy_epochs: ClassVar[int] = 1
     """The number of passes of the policy over each batch of rollouts."""
@@ -156,22 +166,13 @@ class LoopConfig(OnePassLoop):
     """The keys that the training loops of GRPO, PPO and distillation share."""
 
     spellings = {"dapo_batch_multiplier": "batch_multiplier", "max_num_gen_batches": "dynamic_sampling_max_gen_batches"}
-    section_name: ClassVar[str] = "grpo"
-    """The name of the section, for messages."""
 
     num_prompts_per_step: Positive = key(32, "Number of prompts per step.")
     num_generations_per_prompt: Positive = key(16, "Number of responses to each prompt (G). They form a group.")
     max_rollout_turns: Positive = 1
     """Maximum number of turns of a rollout. A turn is a response and the environment's reply. 1 for single-turn tasks
     such as math."""
-    max_num_epochs: Positive = 1
-    """Number of passes over the data. Training ends after max_num_epochs or max_num_steps, whichever comes first."""
-    max_num_steps: Count = 1000000
-    """Number of training steps. Training ends after max_num_epochs or max_num_steps, whichever comes first."""
-    val_period: Int = key(10, "Number of steps between validations. 0 or less: no validation at intervals.")
     val_start_at: Int = key(-1, "First step at which val_period applies.")
-    val_at_start: bool = key(False, "Run a validation before the first step.")
-    val_at_end: bool = key(False, "Run a validation after the last step.")
     max_val_samples: Positive | None = 256
     """Number of prompts per validation. null: all prompts of the validation data."""
     val_batch_size: Positive | None = key(256, "Number of validation prompts generated in one batch.")
@@ -197,7 +198,6 @@ class LoopConfig(OnePassLoop):
     """With use_dynamic_sampling: keep groups that a step does not need for the next step. false: drop them."""
     skip_reference_policy_logprobs_calculation: bool = False
     """Do not load a reference model. loss_fn.reference_policy_kl_penalty must then be 0."""
-    seed: Seed = key(42, "Random seed for the order of the data and for sampling.")
     seq_logprob_error_threshold: NonNegative | None = None
     """Do not train on a response if its mean multiplicative error between the log-probabilities of generation and
     training is above this value. null: no limit."""
@@ -374,7 +374,6 @@ Epochs = Annotated[Positive, BeforeValidator(lambda count: _ENDLESS if count == 
 class PPOConfig(LoopConfig):
     """Settings of the training loop of PPO. Keys that are also in `grpo` have the same meaning."""
 
-    section_name = "ppo"
     max_num_epochs: Epochs = _ENDLESS
     """Number of passes over the data. -1: no limit. Training ends after max_num_epochs or max_num_steps, whichever
     comes first."""

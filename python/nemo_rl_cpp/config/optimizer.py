@@ -312,10 +312,7 @@ class MegatronConfig(Section):
 PARALLEL_SIZES = {
     "dtensor_cfg": ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size"),
     "megatron_cfg": (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_tensor_parallel_size",
-        "expert_model_parallel_size",
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+        "expert_tensor_parallel_size", "expert_model_parallel_size",
     ),
-}
+}  # fmt: skip

@@ -306,9 +306,7 @@ def _space(config: WholeConfig, folder: Path) -> Iterator[Finding]:
     size = checkpoint_bytes(config)
     if size is None:
         return
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
+    place = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     free, kept = shutil.disk_usage(place).free, config.checkpointing.keep_top_k
     there = len(history(folder))
     wanted = 1 if kept is None else max(1, kept + 2 - there)  # the best, the newest, and the one being written

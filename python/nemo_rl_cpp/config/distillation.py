@@ -117,6 +117,7 @@ class DistillationEstimatorConfig(AdvEstimatorConfig):
 class DistillationConfig(LoopConfig):
     """Settings of the training loop of a distillation run. Keys that are also in `grpo` have the same meaning."""
 
+    section_name = "distillation"
     num_prompts_per_step: Positive = 128
     num_generations_per_prompt: Positive = 1
     max_num_epochs: Positive = 10
@@ -222,6 +223,7 @@ class SFTConfig(OnePassLoop):
     """Settings of the training loop of supervised fine-tuning. Each step trains on policy.train_global_batch_size rows
     of the dataset."""
 
+    section_name: ClassVar[str] = "sft"
     max_num_steps: Count = 60
     val_batches: Int = key(8, "Number of batches per validation. 0 or less: all.")
     val_global_batch_size: Positive = key(32, "Number of rows in a validation batch.")

@@ -166,6 +166,8 @@ class LoopConfig(OnePassLoop):
     """The keys that the training loops of GRPO, PPO and distillation share."""
 
     spellings = {"dapo_batch_multiplier": "batch_multiplier", "max_num_gen_batches": "dynamic_sampling_max_gen_batches"}
+    section_name: ClassVar[str] = "grpo"
+    """The name of the section, for messages."""
 
     num_prompts_per_step: Positive = key(32, "Number of prompts per step.")
     num_generations_per_prompt: Positive = key(16, "Number of responses to each prompt (G). They form a group.")
@@ -374,6 +376,7 @@ Epochs = Annotated[Positive, BeforeValidator(lambda count: _ENDLESS if count == 
 class PPOConfig(LoopConfig):
     """Settings of the training loop of PPO. Keys that are also in `grpo` have the same meaning."""
 
+    section_name = "ppo"
     max_num_epochs: Epochs = _ENDLESS
     """Number of passes over the data. -1: no limit. Training ends after max_num_epochs or max_num_steps, whichever
     comes first."""

@@ -257,7 +257,7 @@ def _check_run(config: TrainMasterConfig, report: Report) -> None:
         text = f"is {cluster.max_restarts}, but there are no workers: set cluster.executor=processes or ray, or 0 here"
         report.add("cluster.max_restarts", text, "cluster.executor")
     elif cluster.max_restarts > 0 and not config.checkpointing.enabled:
-        text = f"is {cluster.max_restarts}, and resumes from checkpoints: set checkpointing.enabled=true, or 0 here"
+        text = f"is {cluster.max_restarts}, but a restart needs a checkpoint: set checkpointing.enabled=true, or 0 here"
         report.add("cluster.max_restarts", text, "checkpointing.enabled")
     rules_model.check_resources(config, report)
     count = trainers_of(config)
@@ -305,7 +305,7 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
         text = f"is {wanted.k_value}, but each prompt gets {wanted.num_tests_per_prompt} responses; raise {several}"
         report.add("eval.k_value", text, several)
     if wanted.num_tests_per_prompt > 1 and (generation.temperature == 0 or generation.top_k == 1):
-        text = f"is greedy, so all {several} would be equal: set it above 0, and top_k to null"
+        text = f"is greedy, so the responses of {several} would be equal: set it above 0, and top_k to null"
         report.add("generation.temperature", text, "generation.top_k", several)
     if generation.num_prompts_per_step == 0:
         report.add("generation.num_prompts_per_step", "cannot be 0; set -1 for all prompts at once")

@@ -299,7 +299,7 @@ def _check_bits(policy: PolicyConfig, engine: str, key: str, report: Report) -> 
     """Report settings that need bit-identical generation and training. In the message, `engine` names the engine
     that lacks this; `key` is the dotted key that selects this engine."""
     if policy.reuse_generation_logprobs == "always":
-        text = f"cannot be always with {engine}, whose log-probabilities differ from training's bits; set it to auto"
+        text = f"cannot be always with {engine}, whose log-probabilities differ from training's; set it to auto"
         report.add("policy.reuse_generation_logprobs", text, key)
     if given := policy.kept_activations_gb:
         text = f"is {given:g}, but {engine} keeps no activations for training: set it to null or 0"

@@ -146,7 +146,7 @@ def test_changed_ppo_and_evaluation_configurations_are_checked_before_the_run():
     tree = load_ppo_config("ppo_tiny.yaml").model_dump()
     with pytest.raises(ConfigError, match="must be greater than 1"):
         build_run(changed(tree, "loss_fn.ratio_clip_c", 0.5))
-    with pytest.raises(ConfigError, match="is greedy, so all eval.num_tests_per_prompt"):
+    with pytest.raises(ConfigError, match="is greedy, so the responses of eval.num_tests_per_prompt"):
         evals.main(changed(
             load_eval_config("evals/eval.yaml", ["generation.model_name=tiny-random"]).model_dump(),
             "eval.num_tests_per_prompt", 2,

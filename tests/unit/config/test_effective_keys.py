@@ -170,7 +170,9 @@ def reads(tmp_path_factory):
 
     find = importlib.util.find_spec
     patch.setattr(importlib.util, "find_spec", lambda name, *more: TRACKERS if name in TRACKERS else find(name, *more))
-    patch.setattr(TrackerLogger, "package", staticmethod(lambda name: MagicMock()))
+    patch.setattr(
+        TrackerLogger, "package", staticmethod(lambda name: MagicMock(**{"start_run.return_value.info.run_id": "run"}))
+    )
     patch.setattr(build, "check_trackers", lambda cfg: None)
     patch.setattr(build, "checked", lambda config, model: watch.root(check(config, model)))
     patch.setattr(Section, "model_dump", model_dump)

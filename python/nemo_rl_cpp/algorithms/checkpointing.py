@@ -272,11 +272,11 @@ class Saver:
 def publish(config: CheckpointingConfig, checkpoint: Path | None) -> dict[str, str]:
     """Upload a checkpoint to the Hub if `checkpointing.push_to_hub` is set, and return a row for the summary table. A
     failed or interrupted upload is reported in that row and raises nothing."""
-    repository = config.push_to_hub
+    repository, private = config.push_to_hub, config.hub_private
     if repository is None or checkpoint is None:
         return {}
     try:
-        said = push_to_hub(checkpoint, repository, private=config.hub_private)
+        said = push_to_hub(checkpoint, repository, private=private)
     except ValueError as error:
         said = f"not uploaded: {error}"
     except KeyboardInterrupt:  # the run is over and saved: only the upload is cancelled

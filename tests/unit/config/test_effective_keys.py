@@ -213,9 +213,9 @@ PROMPTED = ("data.default.processor=math_hf_data_processor",)
 
 def alone(model, backend):
     """The overrides that leave this of NeMo RL's backends as the only one."""
-    other = {"dtensor_cfg": "megatron_cfg", "megatron_cfg": "dtensor_cfg"}[backend]
-    optimizer = f"{model}.optimizer={{kwargs:{{lr:1e-3}}}}"
-    return f"{model}.{backend}.enabled=true", f"{model}.{other}.enabled=false", optimizer
+    if backend == "megatron_cfg":
+        return f"{model}.megatron_cfg.enabled=true", f"{model}.dtensor_cfg.enabled=false"
+    return f"{model}.dtensor_cfg.enabled=true", f"{model}.megatron_cfg.enabled=false", f"{model}.optimizer={{kwargs:{{lr:1e-3}}}}"
 
 
 def changes(kind):

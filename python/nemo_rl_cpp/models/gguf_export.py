@@ -107,7 +107,7 @@ def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     from nemo_rl_cpp._native import C
 
     blocks = torch.empty(len(values), values.shape[1] // 32 * C.block_bytes(name), dtype=torch.uint8)
-    C.pack_blocks(torch.from_numpy(np.ascontiguousarray(values)), blocks)
+    C.pack_blocks(torch.from_numpy(np.require(values, requirements=["C", "W"])), blocks)
     return blocks.numpy()
 
 

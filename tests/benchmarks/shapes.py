@@ -34,6 +34,11 @@ SHAPES = {
         "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
         "sliding_window": 512, "query_pre_attn_scalar": 256,
     },
+    # Llama 3 8B: 12 of 32 layers, and as large a share of the vocabulary
+    "llama3": {
+        "model_type": "llama", "vocab_size": 49152, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 12, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0,
+    },
 }  # fmt: skip
 
 

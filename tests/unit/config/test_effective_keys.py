@@ -215,7 +215,11 @@ def alone(model, backend):
     """The overrides that leave this of NeMo RL's backends as the only one."""
     if backend == "megatron_cfg":
         return f"{model}.megatron_cfg.enabled=true", f"{model}.dtensor_cfg.enabled=false"
-    return f"{model}.dtensor_cfg.enabled=true", f"{model}.megatron_cfg.enabled=false", f"{model}.optimizer={{kwargs:{{lr:1e-3}}}}"
+    return (
+        f"{model}.dtensor_cfg.enabled=true",
+        f"{model}.megatron_cfg.enabled=false",
+        f"{model}.optimizer={{kwargs:{{lr:1e-3}}}}",
+    )
 
 
 def changes(kind):

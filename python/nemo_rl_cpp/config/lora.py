@@ -192,9 +192,8 @@ class LayerKinds:
         missing |= {"q_proj"} if self.latent_queries else {"q_a_proj", "q_b_proj"}
         has_experts = layer in self.experts
         missing |= set() if has_experts else {"experts"}
-        missing |= (
-            set() if has_experts and self.shared == "shared_expert" and not self.fused else {"shared_expert_gate"}
-        )
+        is_gated = has_experts and self.shared == "shared_expert" and not self.fused
+        missing |= set() if is_gated else {"shared_expert_gate"}
         missing |= set(_OF_AN_MLP) if has_experts and not self.shared else set()
         if self.mlps is None:
             missing.add("in_proj")

@@ -159,11 +159,11 @@ class Lora:
         weights in the layout of the whole model."""
         folder = weights / ADAPTER
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            key: self._converted(lora_b_for_peft, name, part).clone(memory_format=torch.contiguous_format).cpu()
-            for name, view in named_views(layout.specs, masters).items()
-            for key, part in self._parts(name, view)
-        }
+        tensors = {}
+        for name, view in named_views(layout.specs, masters).items():
+            for key, part in self._parts(name, view):
+                tensor = self._converted(lora_b_for_peft, name, part).contiguous()
+                tensors[key] = (tensor.clone() if self.joined else tensor).cpu()  # modules share a joined adapter's A
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / CONFIG_FILE).write_text(json.dumps(self.peft_config(), indent=2, sort_keys=True) + "\n")
         base = {"digest": self.base_digest}

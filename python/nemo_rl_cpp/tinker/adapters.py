@@ -389,9 +389,8 @@ def prompt_groups(rows: Sequence[Row], factor: str | None) -> list[PromptGroup]:
         leading = int(has_gradient.int().argmax()) if has_gradient.any() else len(row.tokens) - 1
         is_alone = end - first == 1
         length = min(free, leading)
-        can_join = end and (is_alone or leading >= free) and length > 0
-        has_prompt = row.tokens[: length + 1] == rows[first].tokens[: length + 1]
-        if can_join and has_prompt and torch.equal(row.targets[:length], rows[first].targets[:length]):
+        may_join = end and (is_alone or leading >= free) and length > 0
+        if may_join and _has_prompt(row, rows[first], length):
             free, end = length, number + 1
             continue
         if end - first > 1:
@@ -400,6 +399,12 @@ def prompt_groups(rows: Sequence[Row], factor: str | None) -> list[PromptGroup]:
     if end - first > 1:
         groups.append(PromptGroup(first, end, free))
     return groups
+
+
+def _has_prompt(row: Row, other: Row, length: int) -> bool:
+    """Return whether the rows agree in their first `length` targets and the tokens up to the last of these."""
+    has_tokens = row.tokens[: length + 1] == other.tokens[: length + 1]
+    return has_tokens and torch.equal(row.targets[:length], other.targets[:length])
 
 
 def _micro_batches(lengths: list[int], shared: list[int]) -> Iterator[tuple[int, int]]:

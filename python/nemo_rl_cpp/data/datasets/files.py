@@ -134,12 +134,15 @@ def _json_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
+_from_json = json.JSONDecoder(object_pairs_hook=_json_object).decode
+
+
 def _json_rows(path: Path) -> list[Row]:
     """Return the rows of a JSON Lines file, or of a JSON file with a list of objects or an object of columns (column
     name -> values)."""
     text = _text(path)
     try:
-        whole = json.loads(text, object_pairs_hook=_json_object)
+        whole = _from_json(text)
     except json.JSONDecodeError:
         whole = None
     except ValueError as error:
@@ -176,7 +179,7 @@ def _json_lines(path: Path, text: str) -> Iterable[object]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                yield json.loads(line, object_pairs_hook=_json_object)
+                yield _from_json(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}:{number}: not a JSON object: {error}") from error
             except ValueError as error:

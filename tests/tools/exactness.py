@@ -15,20 +15,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny  # noqa: E402
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES  # noqa: E402
+from tiny_layers import LAYERS  # noqa: E402
 
 LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4")
 WAYS = {"all weights": (), "LoRA": LORA, "LoRA apart": (*LORA, "++policy.dtensor_cfg.lora_cfg.merge=false")}
 WAYS |= {f"LoRA over {kind}": (*LORA, f"policy.quantization={kind}") for kind in ("q8_0", "q4_0", "nf4")}
 UNQUANTISED = tuple(way for way in WAYS if "over" not in way)  # those of a model on a GPU
 RECURRENT = {
-    "qwen3_5_text": {
-        "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
-    "qwen3_5_moe_text": {
-        "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
-    },
+    **{family: LAYERS[family] for family in ("qwen3_5_text", "qwen3_5_moe_text")},
     "nemotron_h": {
         "hybrid_override_pattern": "M-*E", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16, "mamba_head_dim": 16,
         "n_routed_experts": 6, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64,

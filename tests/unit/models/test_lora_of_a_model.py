@@ -17,6 +17,7 @@ from nemo_rl_cpp.models.nemotron_h import our_name
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.weights import initialize_weights, named_views
 from row_batch import padded_rows
+from tiny_layers import LAYERS
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=40)  # fmt: skip
 RECURRENT = dict(model_type="qwen3_5_text", layer_types=["full_attention", "linear_attention", "linear_attention"], linear_num_key_heads=2,
@@ -31,14 +32,7 @@ SHARED = dict(
     shared_expert_intermediate_size=40,
     mlp_only_layers=[1],
 )
-MAMBA = dict(
-    model_type="nemotron_h",
-    hybrid_override_pattern="M*-",
-    n_groups=2,
-    mamba_num_heads=4,
-    ssm_state_size=16,
-    mamba_head_dim=32,
-)
+MAMBA = LAYERS["nemotron_h"] | dict(model_type="nemotron_h", hybrid_override_pattern="M*-")
 MAMBA_EXPERTS = MAMBA | dict(hybrid_override_pattern="ME*E-", n_routed_experts=4, moe_intermediate_size=24,
                              moe_shared_expert_intermediate_size=40, moe_latent_size=48)  # fmt: skip
 SPARSE = dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)

@@ -19,6 +19,7 @@ from served import RECURRENT
 from test_sdk import rl_loop
 from tinker import types as sdk_types
 from tinker_server import KEY, make_model, serving, tiny_base
+from tiny_layers import LAYERS
 
 TOKENS = [3, 4, 5, 6, 7]
 WEIGHTS = [1.0, 0.5, 2.0, 0.0]
@@ -245,14 +246,7 @@ def test_tinker_option_train_attn_includes_recurrent_layers(tmp_path, shape, blo
     assert {module.split(".")[3] for module in modules} == blocks
 
 
-MAMBA = dict(
-    model_type="nemotron_h",
-    hybrid_override_pattern="M*-",
-    n_groups=1,
-    mamba_num_heads=2,
-    ssm_state_size=16,
-    mamba_head_dim=16,
-)
+MAMBA = LAYERS["nemotron_h"] | dict(model_type="nemotron_h", hybrid_override_pattern="M*-")
 
 
 @pytest.mark.parametrize(

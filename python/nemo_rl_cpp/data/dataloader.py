@@ -44,8 +44,9 @@ class StatefulDataLoader:
     depend on its earlier calls."""
 
     def __init__(
-        self, dataset: Indexed[DatumSpec], batch_size: int, shuffle: bool = False, drop_last: bool = False, seed: int = 42,
-        num_workers: int = 0, collate_fn: Callable[[list[DatumSpec]], BatchedDataDict] = rl_collate_fn,
+        self, dataset: Indexed[DatumSpec], batch_size: int, shuffle: bool = False,
+        collate_fn: Callable[[list[DatumSpec]], BatchedDataDict] = rl_collate_fn, drop_last: bool = False, seed: int = 42,
+        num_workers: int = 0,
     ):  # fmt: skip
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")

@@ -399,9 +399,7 @@ class ProcessWorkers(Workers):
             for call in calls:
                 call.tell_events()
             now = time.monotonic()
-            if (
-                now - looked_at > 4 * worker_calls.WAIT_SECONDS
-            ):  # this process was stopped, so heartbeats of the workers are unread
+            if now - looked_at > 4 * worker_calls.WAIT_SECONDS:  # this process was stopped: heartbeats are unread
                 for worker in self._workers:
                     worker.last_beat = now
             looked_at = now

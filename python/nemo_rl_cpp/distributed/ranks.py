@@ -135,7 +135,7 @@ class Ranks:
         A sample is trained where it was generated (`generated_by`), because its activations may be kept there, unless
         the lengths of the responses make that too uneven."""
         count = self.size if count is None else count
-        dealt = deal(data, begin, end, count, prompt_lengths(data))
+        dealt = deal(data, begin, end, count, prompt_lengths(data) if count > 1 else None)
         tokens = [int(data.lengths[rows].sum()) for rows in dealt]
         if max(tokens) * count > MOST_UNEVEN * sum(tokens):
             dealt = deal(data, begin, end, count)

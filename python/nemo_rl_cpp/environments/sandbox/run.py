@@ -81,12 +81,9 @@ def run_program(
     """Run the Python code `source` in the sandbox, with the standard input `stdin`, and with `files` (name -> contents)
     in its folder. Afterwards no process of the run is left. The calling process must have only one thread, because it
     forks. Raise SandboxUnavailableError if the sandbox cannot be built; then the program has not run."""
-    run, (program, given) = (
-        _Run(limits or Limits()),
-        (text.encode("utf-8", "surrogatepass") for text in (source, stdin)),
-    )
+    run, program = _Run(limits or Limits()), source.encode("utf-8", "surrogatepass")
     try:
-        run.start({**(files or {}), "main.py": program}, given)
+        run.start({**(files or {}), "main.py": program}, stdin.encode("utf-8", "surrogatepass"))
         run.watch()
     finally:
         run.end()

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.interfaces import PolicyInterface
-from nemo_rl_cpp.models.policy.train_step import GlobalCounts
+from nemo_rl_cpp.models.policy.train_step import global_counts
 from nemo_rl_cpp.rollouts.batches import (
     DatumBatch,
     TrainBatch,
@@ -72,12 +71,12 @@ class EqualAdvantages:
 
     # whether `generation_logprobs` stay in the batch, because the policy generated the responses
     keeps_logprobs: bool = False
-    metrics: ClassVar[Metrics] = {}
 
-    def add(self, batch: TrainBatch) -> None:
+    def add(self, batch: TrainBatch) -> Metrics:
         batch.advantages = torch.ones(batch.num_tokens)
         if not self.keeps_logprobs:
             batch.tokens.pop("generation_logprobs", None)
+        return {}
 
 
 @dataclass(kw_only=True)
@@ -109,7 +108,7 @@ class AnswerValidator(Validator):
             result = self.model.train(
                 batch, self.loss_fn, eval_mode=True, gbs=batch.size, mbs=self.loop.val_micro_batch_size
             )
-            count = int(GlobalCounts.of(batch).valid_toks)
+            count = int(global_counts(batch).valid_toks)
             losses.append(float(result["loss"].sum()) * count)
             tokens, samples = tokens + count, samples + batch.size
         if tokens == 0:
@@ -127,10 +126,6 @@ class _EstimatedAdvantages:
     def __init__(self, estimator: AdvantageEstimator) -> None:
         self.estimator = estimator
         self._ragged = "offsets" in inspect.signature(estimator.compute_advantage).parameters
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return dict(self.estimator.last_metrics)
 
     def _inputs(self, batch: TrainBatch, **of_tokens: Tensor | None) -> dict[str, Tensor | None]:
         """Return the keyword arguments of `compute_advantage`: those that all estimators take, the per-token tensors
@@ -157,8 +152,8 @@ class GroupAdvantages(_EstimatedAdvantages):
         self._voting = grpo.masked_rewards_are_out
         self._low, self._high = grpo.advantage_clip_low, grpo.advantage_clip_high
 
-    def add(self, batch: TrainBatch) -> None:
-        """Add `advantages` to the batch."""
+    def add(self, batch: TrainBatch) -> Metrics:
+        """Add `advantages` to the batch, and return the estimator's metrics."""
         reference = batch.tokens.get("reference_policy_logprobs")
         of_tokens = {"logprobs_policy": batch.old_logprobs, "logprobs_reference": reference}
         if "sum_pi_squared" in batch:
@@ -172,14 +167,15 @@ class GroupAdvantages(_EstimatedAdvantages):
         if self._low is not None or self._high is not None:
             advantages = advantages.clamp(min=self._low, max=self._high)
         batch.advantages = advantages
+        return dict(self.estimator.last_metrics)
 
 
 class TokenAdvantages(_EstimatedAdvantages):
     """The stage that computes advantages in PPO, from the critic's values or from the raw rewards. With a critic it
     also computes the returns, the critic's targets."""
 
-    def add(self, batch: TrainBatch) -> None:
-        """Add `advantages` and, with a critic, `returns` to the batch."""
+    def add(self, batch: TrainBatch) -> Metrics:
+        """Add `advantages` and, with a critic, `returns` to the batch, and return the estimator's metrics."""
         reference = batch.tokens.get("reference_policy_logprobs")
         inputs = self._inputs(
             batch, values=batch.tokens.get("values"), logprobs=batch.old_logprobs, reference_logprobs=reference
@@ -187,6 +183,7 @@ class TokenAdvantages(_EstimatedAdvantages):
         batch.advantages, returns = self.estimator.compute_advantage(**inputs)
         if returns is not None:
             batch.returns = returns
+        return dict(self.estimator.last_metrics)
 
 
 Advantages = GroupAdvantages | TokenAdvantages | EqualAdvantages

@@ -94,7 +94,7 @@ class TrainingRun:
     @property
     def models(self) -> dict[str, TrainedModelInterface]:
         """The trained models, keyed by the name of their checkpoint folder."""
-        return {"policy": self.policy} | self.critic.models
+        return {"policy": self.policy} | ({"value": self.critic.model} if isinstance(self.critic, Critic) else {})
 
     @property
     def history(self) -> list[Metrics]:
@@ -277,7 +277,7 @@ def connect_hooks(run: TrainingRun) -> None:
     run.timer.subscribe(terminal.progress)
     run.timer.subscribe(log.memory)
     run.before_training = [
-        ending.start_clock,
+        lambda result: ending.timeout.mark_iteration(),
         *([validation.at_start] if validation else []),
         log.validation,
         terminal.validation,

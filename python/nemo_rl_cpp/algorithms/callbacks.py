@@ -116,18 +116,16 @@ class Callbacks:
 
 def checked_callbacks(given: object) -> Callbacks:
     """Return `given` (None, one callback, or several) as `Callbacks`. Raise ValueError for anything else."""
-
-    def methods_of(callback: object) -> list[str]:
-        return [name for name in dir(callback) if name.startswith("on_")]
-
-    several = [] if given is None else [given] if methods_of(given) else given
+    is_callback = any(name.startswith("on_") for name in dir(given))
+    several = [] if given is None else [given] if is_callback else given
     if isinstance(several, (str, bytes, Mapping)) or not is_iterable(several):
         raise ValueError(
             f"callbacks is {described(given)}: give objects of classes derived from nemo_rl_cpp.Callback, in a list"
         )
     callbacks, known = list(several), ", ".join(METHODS)
     for index, callback in enumerate(callbacks):
-        where, name, methods = f"callbacks[{index}]", type(callback).__name__, methods_of(callback)
+        where, name = f"callbacks[{index}]", type(callback).__name__
+        methods = [method for method in dir(callback) if method.startswith("on_")]
         if inspect.isclass(callback):
             raise ValueError(f"{where} is the class {callback.__name__}: give an object of it, {callback.__name__}()")
         if unknown := next((method for method in methods if method not in METHODS), None):

@@ -72,9 +72,7 @@ class RolloutCollector(ABC):
     # for in-flight weight updates (`AsyncCollector`): the point at which generation of a batch waits for new weights.
     # None: one version of the weights generates the whole batch.
     pause: Pause | None = None
-
-    def __post_init__(self) -> None:
-        self._rounds = RoundMetrics()
+    _rounds: RoundMetrics = field(default_factory=RoundMetrics, init=False)
 
     @abstractmethod
     def collect(self, timer: Timer) -> Collected:
@@ -229,7 +227,6 @@ class AsyncCollector(RolloutCollector):
     groups: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._meetings: deque[Meeting | None] = deque()  # one for each entry of _batches
         self._threads: ThreadPoolExecutor | None = None
         self._batches: deque[Future[Collected | None]] = deque()  # for steps state.step, state.step + 1, ...

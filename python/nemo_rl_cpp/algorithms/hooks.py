@@ -63,9 +63,6 @@ class Ending:
     timeout: TimeoutChecker
     loop: LoopConfig
 
-    def start_clock(self, result: StepResult) -> None:
-        self.timeout.mark_iteration()
-
     def look(self, result: StepResult) -> None:
         self.timeout.mark_iteration()
         result.interrupted, result.timed_out = self.stop.requested, self.timeout.check_save()

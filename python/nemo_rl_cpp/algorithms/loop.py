@@ -39,7 +39,7 @@ def train_loop(run: "TrainingRun") -> None:
                     if run.algorithm.needs_tokens:
                         step.require_valid_tokens(samples, batch, config.algorithm)
                 with timer("advantage_calculation"):
-                    run.advantages.add(batch)
+                    metrics |= run.advantages.add(batch)
                     metrics |= step.overwrite_advantages(batch, samples.message_log, loop.message_advantages)
                     metrics |= step.select_tokens(batch, config.loss_fn, loop.seed, state.step)
                 metrics |= step.train_epochs(run, batch, timer)

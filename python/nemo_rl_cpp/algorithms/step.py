@@ -110,7 +110,7 @@ def step_result(run: TrainingRun, collected: Collected, batch: TrainBatch, metri
     )
     stale = {"stale_samples": metrics["stale_samples"]}  # relative to the trained weights, unlike the sampler's count
     logged = metrics | collected.rollout_metrics | step_metrics.batch_metrics(samples, batch)
-    logged |= step_metrics.baseline_metrics(baseline) | collected.sampler_metrics | stale | run.advantages.metrics
+    logged |= step_metrics.baseline_metrics(baseline) | collected.sampler_metrics | stale
     histograms = {}
     if has_rewards:
         names = [name for name in ("advantages", "values", "returns") if name in batch]
@@ -132,10 +132,6 @@ class Critic:
     model: ValueInterface
     loss_fn: LossFunction
 
-    @property
-    def models(self) -> dict[str, ValueInterface]:
-        return {"value": self.model}
-
     def add_values(self, batch: TrainBatch, timer: Timer) -> None:
         with timer("value_inference"):
             batch.values = self.model.get_values(batch)["values"]
@@ -150,8 +146,6 @@ class Critic:
 
 class NoCritic:
     """A placeholder for the critic in runs without one: GRPO, and PPO on raw rewards. It does nothing."""
-
-    models: dict[str, ValueInterface] = {}
 
     def add_values(self, batch: TrainBatch, timer: Timer) -> None:
         pass

@@ -199,9 +199,8 @@ class HfTeacher:
 
     @torch.no_grad()
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        return [self._of_row(torch.tensor([ids], device=self.device)) for ids in rows]
-
-    def _of_row(self, ids: torch.Tensor) -> list[float]:
-        logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float() / self.temperature
-        chosen = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
-        return [0.0, *chosen.tolist()]
+        scored = []
+        for ids in (torch.tensor([row], device=self.device) for row in rows):
+            logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float() / self.temperature
+            scored.append([0.0, *torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].tolist()])
+        return scored

@@ -237,8 +237,8 @@ class LossCounts:
         return _scalar(self.valid_toks), _scalar(self.valid_seqs), _scalar(self.valid_positive_toks)
 
 
-class ClippedPGResult(NamedTuple):
-    """The result of `clipped_pg_loss`.
+class PolicyLossResult(NamedTuple):
+    """The result of a policy's loss, such as `clipped_pg_loss`.
 
     loss: scalar tensor.
     grad_logprobs, grad_unfiltered: gradients with respect to the current log-probabilities, [B, S-1].
@@ -250,10 +250,10 @@ class ClippedPGResult(NamedTuple):
 
     loss: Tensor
     grad_logprobs: Tensor
-    grad_unfiltered: Tensor | None
     metrics: dict[str, float]
-    nonfinite: tuple[int, int] | None
-    mult_prob_error_sum: float
+    grad_unfiltered: Tensor | None = None
+    nonfinite: tuple[int, int] | None = None
+    mult_prob_error_sum: float | None = None
     grad_entropy: Tensor | None = None
     grad_candidates: Tensor | None = None
 
@@ -263,7 +263,7 @@ def clipped_pg_loss(
     inputs: ClippedPGInputs,
     counts: LossCounts = LossCounts(),
     config: ClippedPGConfig = ClippedPGConfig(),
-) -> ClippedPGResult:
+) -> PolicyLossResult:
     """Return the clipped policy-gradient loss with its gradient and all metrics.
 
         loss = reduce(W C) + beta reduce(K) + mu NLL,   C = max(-A R, -A clamp(R)),   R = exp(curr - prev)
@@ -284,7 +284,7 @@ def clipped_pg_loss(
     error_sum = metrics.pop("token_mult_prob_error_sum")
     if config.importance_sampling in ("none", "full"):  # these two truncate no weights
         del metrics["is_oob_ratio"]
-    return ClippedPGResult(loss, grad, grad_unfiltered, metrics, nonfinite, error_sum)
+    return PolicyLossResult(loss, grad, metrics, grad_unfiltered, nonfinite, error_sum)
 
 
 def token_loss(

@@ -22,8 +22,7 @@ DatumBatch = BatchedDataDict[DatumSpec]  # a batch of rows of a data set, during
 class MissingField(AttributeError, KeyError):
     """Raised if a batch lacks a field because no earlier stage of the training step has added it."""
 
-    def __str__(self) -> str:
-        return str(self.args[0])
+    __str__ = Exception.__str__  # that of KeyError quotes the message
 
 
 @dataclass

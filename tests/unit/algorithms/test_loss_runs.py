@@ -52,7 +52,7 @@ def test_remax_run_subtracts_the_greedy_reward_of_the_same_prompt(tmp_path):
     with tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=1", "grpo.adv_estimator.name=remax") as run:
         seen = []
         add = run.advantages.add
-        run.advantages.add = lambda batch: (add(batch), seen.append(batch))
+        run.advantages.add = lambda batch: seen.append(batch) or add(batch)
         run.train()
         batch = seen[0]
         baselines = batch.samples["reward_baseline"].view(8, 4)

@@ -8,11 +8,11 @@ from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.train_step import (
-    GlobalCounts,
     MicroBatchRunner,
     NonFiniteError,
     Scoring,
     fused_token_loss,
+    global_counts,
 )
 from test_gradient_invariance import groups_batch, trainer_of
 
@@ -135,13 +135,13 @@ def test_gradient_of_every_loss_is_the_sum_of_two_ranks_gradients(settings):
 def test_sequence_level_loss_is_not_fused_into_the_lm_head(name):
     data = training_data()
     loss_fn, batch = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0} | ROW_LOSSES[name]), RaggedBatch.of(data)
-    assert fused_token_loss(trainer_of(), loss_fn, batch, GlobalCounts.of(batch), Scoring()) is None
+    assert fused_token_loss(trainer_of(), loss_fn, batch, global_counts(batch), Scoring()) is None
     assert train(loss_fn, data)[0].outputs.any()
 
 
 def test_token_loss_is_not_fused_into_the_lm_head_with_top_p_float64_or_a_custom_loss():
     data = RaggedBatch.of(training_data())
-    counts = GlobalCounts.of(data)
+    counts = global_counts(data)
 
     class Doubled(ClippedPGLossFn):
         def native(self, *args, **kwargs):
@@ -159,7 +159,7 @@ def test_token_loss_is_not_fused_into_the_lm_head_with_top_p_float64_or_a_custom
 def test_backward_pass_without_the_matching_forward_pass_raises():
     trainer, data = trainer_of(), RaggedBatch.of(training_data())
     batch, _ = plan(data, wanted_tokens(data), range(data.size), MicroBatching(max_samples=100))
-    loss = fused_token_loss(trainer, ClippedPGLossFn({}), data, GlobalCounts.of(data), Scoring())
+    loss = fused_token_loss(trainer, ClippedPGLossFn({}), data, global_counts(data), Scoring())
     out = torch.zeros(data.num_tokens)
     trainer.forward_with_loss(batch, [0, 1], 1.0, False, False, out, loss)
     with pytest.raises(RuntimeError, match="has no loss of its own"):

@@ -7,7 +7,7 @@ import enum
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -163,7 +163,7 @@ class ClippedPGLossFn:
     def native(
         self, curr_logprobs: Tensor, data: Mapping[str, Tensor], global_valid_seqs: Count, global_valid_toks: Count,
         global_valid_positive_toks: Count = None,
-    ) -> ops.ClippedPGResult:  # fmt: skip
+    ) -> ops.PolicyLossResult:  # fmt: skip
         """Return the loss, its gradient with respect to `curr_logprobs` [B, S-1], metrics, and the first (sample,
         token) whose loss is not finite.
 
@@ -193,8 +193,8 @@ class ClippedPGLossFn:
         return weights / length / (float(seqs) + 1e-8)
 
     def _with_centered_scores(
-        self, result: ops.ClippedPGResult, data: Mapping[str, Tensor], counts: ops.LossCounts
-    ) -> ops.ClippedPGResult:
+        self, result: ops.PolicyLossResult, data: Mapping[str, Tensor], counts: ops.LossCounts
+    ) -> ops.PolicyLossResult:
         """Return `result` with score centering (arXiv:2609.20807). The loss of a token is -A sg(w) log p, where w is 1
         (gpg) or the clipped p / q (cispo), and sg stops the gradient. Add A sum_v sg(q_v w_v) log p_v to this loss,
         where v runs over the vocabulary, so that the score has mean 0 under the old policy q.
@@ -220,8 +220,8 @@ class ClippedPGLossFn:
         return result._replace(loss=loss, metrics=metrics, grad_candidates=grad.to(data["curr_candidates"].dtype))
 
     def _with_entropy_bonus(
-        self, result: ops.ClippedPGResult, data: Mapping[str, Tensor], counts: ops.LossCounts
-    ) -> ops.ClippedPGResult:
+        self, result: ops.PolicyLossResult, data: Mapping[str, Tensor], counts: ops.LossCounts
+    ) -> ops.PolicyLossResult:
         """Return `result` with an entropy bonus: subtract entropy_coef times the mean of `curr_entropies` [B, S-1] from
         the loss. The mean weights tokens as the loss does."""
         entropies, weights = data["curr_entropies"], self._token_weights(data, counts)
@@ -251,20 +251,14 @@ class ClippedPGLossFn:
             curr_logprobs_unfiltered=data.get("curr_logprobs_unfiltered") if with_kl else None,
         )
 
-    def token_loss(
-        self, data: RaggedBatch, global_valid_seqs: Tensor, global_valid_toks: Tensor, global_valid_positive_toks: Tensor | None
-    ) -> C.TokenLoss | None:  # fmt: skip
+    def token_loss(self, data: RaggedBatch, counts: ops.LossCounts) -> C.TokenLoss | None:
         """Return an object that computes the loss of `native` token by token (`ops.token_loss`) for the global batch
         `data`. Return None if the settings do not allow it; the trainer then calls `native`. If `data` has no
         `prev_logprobs`, the current log-probabilities replace them."""
         if type(self).native is not ClippedPGLossFn.native or self.takes_entropies or self.takes_candidates:
             return None
         prev = None if self.op_config.ratio_mode == "on_policy" else data.tokens.get(self._old_logprobs)
-        return ops.token_loss(
-            self._op_inputs({**data.samples, **data.tokens}, prev),
-            ops.LossCounts(global_valid_toks, global_valid_seqs, global_valid_positive_toks),
-            self.op_config,
-        )
+        return ops.token_loss(self._op_inputs({**data.samples, **data.tokens}, prev), counts, self.op_config)
 
     def zero_gradient_rows(self, data: RaggedBatch) -> Tensor | None:
         """Return bool [B]: whether a sample's gradient is zero because its advantages are 0 (in GRPO, if all rewards of
@@ -338,19 +332,6 @@ LOG_OF_ZERO = -100.0
 """NeMo RL's log-probability for the teacher's tokens outside its top k if `zero_outside_topk` is set."""
 
 
-class DistillationResult(NamedTuple):
-    """The scalar loss, its metrics, and its gradients with respect to three inputs: the student's log-probabilities of
-    the sampled tokens [b, S-1] (always zero), the student's log-probabilities of the k candidate tokens [b, S-1, k],
-    and the student's entropies [b, S-1] (None if unused)."""
-
-    loss: Tensor
-    metrics: dict[str, float]
-    grad_logprobs: Tensor
-    grad_candidates: Tensor
-    grad_entropy: Tensor | None = None
-    nonfinite: None = None
-
-
 def divergence(student: Tensor, teacher: Tensor, entropies: Tensor | None, cfg: DistillationLossConfig) -> Tensor:
     """Return [...], the divergence between student and teacher at each token, from their log-probabilities [..., k] of
     k candidates.
@@ -390,7 +371,7 @@ class TopKDistillationLossFn:
     def native(
         self, curr_logprobs: Tensor, data: Mapping[str, Tensor], global_valid_seqs: Count, global_valid_toks: Count,
         global_valid_positive_toks: Count = None,
-    ) -> DistillationResult:  # fmt: skip
+    ) -> ops.PolicyLossResult:  # fmt: skip
         """Return the loss of one micro-batch, metrics and gradients, computed without autograd. `data` holds masks, the
         student's and the teacher's log-probabilities of candidate tokens, and entropies if the loss needs them. The
         loss is divided by `global_valid_toks`; the other counts are not used. Tokens with mask 0 have no effect. The
@@ -408,4 +389,10 @@ class TopKDistillationLossFn:
         for whole, grad in zip(wholes, grads):
             whole[valid] = grad.to(whole.dtype)
         metrics = {"loss": float(loss.detach()), "num_valid_samples": float(data["sample_mask"].sum())}
-        return DistillationResult(loss.detach(), metrics, torch.zeros_like(curr_logprobs), *wholes)
+        return ops.PolicyLossResult(
+            loss.detach(),
+            torch.zeros_like(curr_logprobs),
+            metrics,
+            grad_candidates=wholes[0],
+            grad_entropy=wholes[1] if len(wholes) > 1 else None,
+        )

@@ -16,6 +16,7 @@ from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import GradientSums, Move, Ranks
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatch, MicroBatching, plan, wanted_tokens
+from nemo_rl_cpp.ops import LossCounts
 
 Loss: TypeAlias = Callable[..., object]
 """A loss of this package, or any callable: see `evaluate_loss` and `evaluate_value_loss`."""
@@ -94,25 +95,15 @@ class GlobalBatchResult:
         return sum(self.losses)
 
 
-@dataclass(frozen=True)
-class GlobalCounts:
-    """The counts by which losses are divided, over the whole global batch on all ranks: valid sequences, valid tokens,
-    and valid tokens of samples with a positive reward (None without rewards)."""
-
-    valid_seqs: Tensor
-    valid_toks: Tensor
-    valid_positive_toks: Tensor | None
-
-    @staticmethod
-    def of(data: RaggedBatch, begin: int = 0, end: int | None = None) -> GlobalCounts:
-        """Return the counts of valid sequences, of valid tokens, and of valid tokens of samples with a positive reward,
-        over the samples [begin, end) of the batch."""
-        sample_mask, token_mask = data.samples["sample_mask"].float(), data.tokens["token_mask"].float()
-        token_mask = token_mask.index_fill(0, data.starts, 0)  # a sample's first token has no log-probability
-        per_row = (data.by_sample(token_mask) * sample_mask)[begin:end]
-        rewards = data.samples.get("rewards")
-        positive = None if rewards is None else (per_row * (torch.as_tensor(rewards)[begin:end] > 0)).sum()
-        return GlobalCounts(sample_mask[begin:end].sum(), per_row.sum(), positive)
+def global_counts(data: RaggedBatch, begin: int = 0, end: int | None = None) -> LossCounts:
+    """Return the counts by which the loss of a global batch, the samples [begin, end) of `data`, is divided:
+    `valid_positive_toks` is None without rewards."""
+    sample_mask, token_mask = data.samples["sample_mask"].float(), data.tokens["token_mask"].float()
+    token_mask = token_mask.index_fill(0, data.starts, 0)  # a sample's first token has no log-probability
+    per_row = (data.by_sample(token_mask) * sample_mask)[begin:end]
+    rewards = data.samples.get("rewards")
+    positive = None if rewards is None else (per_row * (torch.as_tensor(rewards)[begin:end] > 0)).sum()
+    return LossCounts(per_row.sum(), sample_mask[begin:end].sum(), positive)
 
 
 @dataclass
@@ -292,7 +283,7 @@ class _GlobalBatch:
         self, way: MicroBatchRunner, data: RaggedBatch, begin: int, end: int, backward: bool, on_policy: bool, exactness: Exactness | None
     ) -> None:  # fmt: skip
         self.way, self.data, self.backward, self.on_policy, self.exactness = way, data, backward, on_policy, exactness
-        self.counts = GlobalCounts.of(data, begin, end)
+        self.counts = global_counts(data, begin, end)
         self.wanted = wanted_tokens(data)
         if backward and way.balance_weight:
             sequences = data.by_sample(self.wanted.float())[begin:end].count_nonzero()
@@ -366,14 +357,14 @@ class _GlobalBatch:
 
 
 def fused_token_loss(
-    trainer: C.Trainer, loss_fn: Loss, data: RaggedBatch, counts: GlobalCounts, scoring: Scoring
+    trainer: C.Trainer, loss_fn: Loss, data: RaggedBatch, counts: LossCounts, scoring: Scoring
 ) -> C.TokenLoss | None:
     """Return the loss that the LM head evaluates while it holds a token's logits, so that they are computed only once.
     Return None if the loss is a plain callable or depends on whole sequences, or if the head does not support it."""
     sampling = scoring.temperature, scoring.top_p, scoring.top_k
     if not hasattr(loss_fn, "token_loss") or not trainer.takes_token_loss(*sampling):
         return None
-    return loss_fn.token_loss(data, counts.valid_seqs, counts.valid_toks, counts.valid_positive_toks)
+    return loss_fn.token_loss(data, counts)
 
 
 def without_removed_tokens(logprobs: Tensor) -> tuple[Tensor, int]:
@@ -412,7 +403,7 @@ class LossResult:
 
 
 def evaluate_loss(
-    loss_fn: Loss, curr_logprobs: Tensor, micro: Mapping[str, object], counts: GlobalCounts, *, need_grad: bool
+    loss_fn: Loss, curr_logprobs: Tensor, micro: Mapping[str, object], counts: LossCounts, *, need_grad: bool
 ) -> LossResult:
     """Return the value, metrics and (if `need_grad`) gradients of a loss on a micro-batch `micro`: b samples, padded to
     `width` tokens. `curr_logprobs` is [b, width]; its column 0, whose token has no log-probability, is not passed to
@@ -422,10 +413,10 @@ def evaluate_loss(
     if hasattr(loss_fn, "native"):
         result = loss_fn.native(curr_logprobs.contiguous(), micro, seqs, toks, counts.valid_positive_toks)
         metrics = dict(result.metrics)
-        if (error_sum := getattr(result, "mult_prob_error_sum", None)) is not None:
-            metrics["token_mult_prob_error_sum"] = error_sum
+        if result.mult_prob_error_sum is not None:
+            metrics["token_mult_prob_error_sum"] = result.mult_prob_error_sum
         optional = ("grad_unfiltered", "nonfinite", "grad_entropy", "grad_candidates")
-        found = {name: getattr(result, name, None) for name in optional}
+        found = {name: getattr(result, name) for name in optional}
         return LossResult(float(result.loss), metrics, result.grad_logprobs, **found)
     leaf = curr_logprobs.detach().clone().requires_grad_(need_grad)
     leaves = [leaf]
@@ -450,7 +441,7 @@ def evaluate_loss(
 
 
 def evaluate_value_loss(
-    loss_fn: Loss, values: Tensor, micro: Mapping[str, object], counts: GlobalCounts, *, need_grad: bool
+    loss_fn: Loss, values: Tensor, micro: Mapping[str, object], counts: LossCounts, *, need_grad: bool
 ) -> LossResult:
     """Return the value, metrics and (if `need_grad`) gradient of a loss on the critic's values of a micro-batch
     `micro`: b samples, padded to the width w. In `values` [b, w] column t is the value of the state before token t;

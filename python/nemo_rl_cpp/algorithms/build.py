@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 from nemo_rl_cpp.algorithms import parts
 from nemo_rl_cpp.algorithms.algorithm import ALGORITHMS, Advantages, Algorithm
@@ -54,7 +53,7 @@ from nemo_rl_cpp.user_code import serve
 
 
 @dataclass
-class TrainingRun:
+class TrainingRun(AbstractContextManager["TrainingRun"]):
     """The parts of a training run. A mode of training, such as asynchronous rollouts, replaces parts of the run; the
     training loop stays the same."""
 
@@ -170,9 +169,6 @@ class TrainingRun:
     def close(self) -> None:
         """End the processes of environments, workers and engine, and unlock the log and checkpoint folders."""
         self.resources.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *raised: object) -> None:
         self.resources.__exit__(*raised)

@@ -8,12 +8,13 @@ Both collectors return batches in the same order. The content of a batch does no
                     k - A + 1 in the middle of its responses, after a number of tokens that the configuration fixes."""
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 
@@ -54,7 +55,7 @@ class Collected:
 
 
 @dataclass
-class RolloutCollector(ABC):
+class RolloutCollector(AbstractContextManager["RolloutCollector"]):
     """The base class of collectors, which generate and score the rollouts of a step."""
 
     generation: GenerationInterface
@@ -92,9 +93,6 @@ class RolloutCollector(ABC):
 
     def close(self, wait: bool = False) -> None:
         """Start no new work. If `wait`, wait for the work in flight. Further calls do nothing."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close(wait=not isinstance(error, KeyboardInterrupt))

@@ -165,7 +165,7 @@ class Terminal:
         if result.validation is None:
             return
         metrics = result.validation.metrics
-        self.alerts.validation(result.step, metrics)
+        self.alerts.add(result.step, metrics, "validation")
         text = f"{_headline_text(metrics)} on {metrics['num_samples']} prompts"
         self.progress.print(f"validation after step {result.step}: {text}")
 

@@ -18,7 +18,7 @@ from nemo_rl_cpp.config.policy import MEMORY_BUDGET
 from nemo_rl_cpp.distributed.launch import serving
 from nemo_rl_cpp.dotted_names import search_for_modules
 from nemo_rl_cpp.files.yaml_text import dump_yaml
-from nemo_rl_cpp.hub.sources import TINY_RANDOM, resolve_tokenizer
+from nemo_rl_cpp.hub.sources import TINY_RANDOM, TOKENIZER_FILES, resolve_model
 from nemo_rl_cpp.interrupts import nobody_reads, say
 from nemo_rl_cpp.models.budget import budget_text, within_budget
 from nemo_rl_cpp.models.memory import forecast_text
@@ -223,7 +223,8 @@ def _is_ready(config: WholeConfig) -> bool:
     trains = isinstance(config, TrainMasterConfig)
     name = (config.policy if trains else config).tokenizer.name
     if name != TINY_RANDOM:  # the run looks for newer files
-        resolve_tokenizer(name, ask_hub=False, key=f"{'policy' if trains else 'generation'}.model_name")
+        key = f"{'policy' if trains else 'generation'}.model_name"
+        resolve_model(name, key=key, files=TOKENIZER_FILES, ask_hub=False)
     stage("loading torch")
     return True
 

@@ -59,7 +59,7 @@ class StatefulDataLoader:
             )
         self.dataset, self.batch_size, self.shuffle = dataset, batch_size, shuffle
         self.collate_fn, self.drop_last, self.seed, self.num_workers = collate_fn, drop_last, seed, num_workers
-        self._epoch = 0
+        self.epoch = 0  # the number of epochs that were finished or abandoned before the current one
         self._cursor = 0  # rows of this epoch that were returned
         self._resume = True  # the next iter() continues at the cursor
         self._newest = 0  # id of the iterator that may advance the position
@@ -69,13 +69,8 @@ class StatefulDataLoader:
         full, rest = divmod(len(self.dataset), self.batch_size)
         return full if self.drop_last or not rest else full + 1
 
-    @property
-    def epoch(self) -> int:
-        """The number of epochs that were finished or abandoned before the current one."""
-        return self._epoch
-
     def state_dict(self) -> dict[str, int | bool]:
-        here = {"epoch": self._epoch, "cursor": self._cursor}
+        here = {"epoch": self.epoch, "cursor": self._cursor}
         return here | {"seed": self.seed, "shuffle": self.shuffle, "num_rows": len(self.dataset)}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
@@ -88,16 +83,16 @@ class StatefulDataLoader:
                     f"the saved data position is for {key}={state[key]}, this run has {key}={own[key]}: resume "
                     "with the same data section and seed, or start a new run in another checkpoint_dir"
                 )
-        self._epoch, self._cursor, self._resume = int(state["epoch"]), int(state["cursor"]), True
+        self.epoch, self._cursor, self._resume = int(state["epoch"]), int(state["cursor"]), True
         self._newest += 1
 
     def __iter__(self) -> Iterator[BatchedDataDict]:
         if not self._resume and self._cursor:
-            self._epoch, self._cursor = self._epoch + 1, 0
+            self.epoch, self._cursor = self.epoch + 1, 0
         self._resume = False
         self._newest += 1
         rows = len(self.dataset)
-        order = permutation(rows, self.seed, self._epoch) if self.shuffle else list(range(rows))
+        order = permutation(rows, self.seed, self.epoch) if self.shuffle else list(range(rows))
         return self._batches(order, self._cursor, self._newest)
 
     def _batches(self, order: list[int], start: int, number: int) -> Iterator[BatchedDataDict]:
@@ -113,7 +108,7 @@ class StatefulDataLoader:
             self._cursor += len(chunk)
             if i + 1 == len(chunks):
                 # the epoch is over: a state saved from now on begins the next epoch
-                self._epoch, self._cursor, self._resume = self._epoch + 1, 0, True
+                self.epoch, self._cursor, self._resume = self.epoch + 1, 0, True
             yield self.collate_fn(rows)
 
     def _submit(self, chunk: list[int]) -> Callable[[], list[DatumSpec]]:
@@ -132,7 +127,7 @@ class StatefulDataLoader:
             self._pool = None
 
 
-class MultipleDataloaderWrapper:
+class MultipleDataloaderWrapper(Iterator[BatchedDataDict]):
     """A loader that combines several loaders, one per task. For each step it takes batches of
     `data.num_prompts_per_dataloader` prompts from the loaders, round-robin, until it has `expected_num_prompts`. It
     never ends, because an exhausted loader starts over. As in NeMo RL, it has no epochs.
@@ -157,9 +152,6 @@ class MultipleDataloaderWrapper:
                     f"num_prompts_per_step ({expected_num_prompts}) must be a multiple of "
                     f"data.num_prompts_per_dataloader ({', '.join(map(str, sorted(each)))})"
                 )
-
-    def __iter__(self) -> MultipleDataloaderWrapper:
-        return self
 
     def __next__(self) -> BatchedDataDict:
         if self._custom is not None:

@@ -18,7 +18,7 @@ from nemo_rl_cpp.data.tokenizer_settings import (
     read_settings,
     write_settings,
 )
-from nemo_rl_cpp.hub.sources import resolve_tokenizer
+from nemo_rl_cpp.hub.sources import TOKENIZER_FILES, resolve_model
 
 if TYPE_CHECKING:
     import torch
@@ -80,9 +80,8 @@ class Tokenizer(SpecialTokens):
     def from_pretrained(cls, name_or_path: str | Path, *, section: str = "policy.tokenizer") -> Tokenizer:
         """Load a tokenizer from a folder or by model name. Raise ValueError, with the key of `section` to change in its
         message, if there is no tokenizer.json."""
-        folder = resolve_tokenizer(
-            name_or_path, key="tokenizer.name" if section == "tokenizer" else "policy.model_name"
-        )
+        key = "tokenizer.name" if section == "tokenizer" else "policy.model_name"
+        folder = resolve_model(name_or_path, key=key, files=TOKENIZER_FILES)
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ValueError(

@@ -371,6 +371,7 @@ class ProcessWorkers(Workers):
         self._workers: list[SocketPeer] = []
         try:
             self._start({"size": count, "threads": threads, "deadline": deadline, "backend": backend}, role)
+            self.pids = [worker.pid for worker in self._workers]
             self.wait([worker.joined for worker in self._workers])
         except BaseException:
             self.kill()
@@ -381,10 +382,6 @@ class ProcessWorkers(Workers):
         join |= {"host": self.host, "port": self._store.port}
         for rank in range(join["size"]):
             self._workers.append(ProcessWorker({"rank": rank, **join}, self._changed, role))
-
-    @property
-    def pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers]
 
     def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
         return self._workers[rank].call(target, method, payload, listener)

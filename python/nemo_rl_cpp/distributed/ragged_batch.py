@@ -2,7 +2,7 @@
 mapping."""
 
 from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from functools import cached_property
 from typing import Any, Generic, Self, TypeVar
@@ -14,7 +14,7 @@ TOKENS = "input_ids"
 LENGTHS = "input_lengths"
 
 
-class RaggedBatch:
+class RaggedBatch(MutableMapping[str, Any]):
     """A batch of B samples with T tokens in total. Per-token tensors have T entries; those of sample b
     are [offsets[b], offsets[b + 1]).
 
@@ -184,20 +184,14 @@ class RaggedBatch:
         yield from (TOKENS, LENGTHS)
         yield from (name for name in names if name != TOKENS)
 
-    def keys(self) -> list[str]:
-        return list(self)
-
-    def items(self) -> Iterator[tuple[str, object]]:
-        return ((name, self[name]) for name in self)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
-
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:
         return name == LENGTHS or name in self.tokens or name in self.samples
+
+    __hash__ = object.__hash__  # two batches are equal only if they are the same object
+    __eq__ = object.__eq__
 
 
 Batch = Mapping[str, object] | RaggedBatch

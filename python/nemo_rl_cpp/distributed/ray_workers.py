@@ -124,12 +124,9 @@ def enter(folder: str, variables: Mapping[str, str]) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-class ActorWorker:
-    """The Python object in each Ray actor, which runs the calls for a worker. Calls run in the main thread, because a
-    user's loss may set signal handlers."""
-
-    def __init__(self) -> None:
-        self._objects = WorkerObjects()
+class ActorWorker(WorkerObjects):
+    """The objects of a worker in a Ray actor. Calls run in the main thread, because a user's loss may set signal
+    handlers."""
 
     def start(self, surroundings: tuple[str, dict[str, str]], host: str, port: int, rank: int) -> Answer:
         """Apply the run's working directory and environment variables (`surroundings`). Start to send heartbeats as
@@ -148,13 +145,10 @@ class ActorWorker:
 
         return answer(make)
 
-    def join(self, options: dict, silent: bool) -> Answer:
+    def meet(self, options: dict, silent: bool) -> Answer:
         if options["rank"] > 0 or silent:
             sys.stdout = open(os.devnull, "w")  # rank 0 prints what all ranks would print
-        return self._objects.join(**options)
-
-    def call(self, target: int, method: str, payload: bytes) -> Answer:
-        return self._objects.call(target, method, payload)
+        return self.join(**options)
 
 
 def _beat(store: TCPStore, rank: int) -> None:
@@ -190,7 +184,7 @@ class RayWorkers(Workers):
             calls = []
             for rank, (actor, (address, _)) in enumerate(zip(self._actors, places)):
                 options = {"rank": rank, "address": address, "threads": threads, **meeting}
-                joining = actor.join.remote(options, role != "rank")
+                joining = actor.meet.remote(options, role != "rank")
                 calls.append(self._started(rank, "meeting the other ranks", joining))
             self.wait(calls)
         except BaseException:

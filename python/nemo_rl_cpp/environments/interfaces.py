@@ -77,21 +77,13 @@ def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
     return checked
 
 
-class _Means:
-    """Means by name of the numbers that were added since the last `pop`."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[float, float]] = {}
+class _Means(dict[str, tuple[float, float]]):
+    """Numbers whose means are metrics: name -> (their sum, the number of samples)."""
 
     def add(self, name: str, value: float, count: float = 1) -> None:
         """Add `value`, the sum of a number over `count` samples, to the mean `name`."""
-        total, samples = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = total + value, samples + count
-
-    def pop(self) -> dict[str, float]:
-        """Return the means added so far, name -> mean (0 over no samples), and start again from none."""
-        sums, self._sums = self._sums, {}
-        return {name: total / max(count, 1) for name, (total, count) in sums.items()}
+        total, samples = self.get(name, (0.0, 0.0))
+        self[name] = total + value, samples + count
 
 
 class Environment(Protocol):
@@ -140,15 +132,13 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
         """Do one turn of conversations, each of which ends with a message of the model (role "assistant"), and return
         the result."""
 
-    @cached_property
-    def _means(self) -> "_Means":
-        """The numbers whose means `pop_metrics` returns."""
-        return _Means()
+    _means = cached_property(lambda self: _Means())
 
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics gathered since the last call: by default the means of the numbers that `step` has added to
-        `_means`."""
-        return self._means.pop()
+        `_means`, 0 over no samples."""
+        sums, self._means = self._means, _Means()
+        return {name: total / max(count, 1) for name, (total, count) in sums.items()}
 
     def shutdown(self) -> None:
         """End the environment's processes. Further calls do nothing."""

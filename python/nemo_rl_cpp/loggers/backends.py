@@ -81,8 +81,9 @@ class TrackerLogger(LoggerInterface):
         name that is too long is cut."""
         return re.sub(self.refused, "_", name)[:_LONGEST_NAME]
 
+    @abstractmethod
     def send(self, row: dict[str, float], step: int) -> None:
-        raise NotImplementedError
+        """Log the numbers `row`, {name in the tracker: value}, at `step`."""
 
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
@@ -128,6 +129,9 @@ class InitTracker(TrackerLogger):
     def _start(self, more: dict[str, Plain]) -> None:
         self.run = self._tracker.init(**self._options | more)
         self._id_file.write_text(str(getattr(self.run, self.id_key)))
+
+    def send(self, row: dict[str, float], step: int) -> None:
+        self.run.log(row, step=step)
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
         self.run.config.update(to_plain(params))
@@ -362,9 +366,6 @@ class SwanlabLogger(InitTracker):
         self._tracker.finish()
         self._start({})
 
-    def send(self, row: dict[str, float], step: int) -> None:
-        self.run.log(row, step=step)
-
 
 class TrackioLogger(InitTracker):
     """A backend that logs to Trackio's local database. Trackio identifies a run by its name."""
@@ -375,6 +376,3 @@ class TrackioLogger(InitTracker):
         name = f"{self.run.name}-from-step-{step}"
         self._tracker.finish()
         self._start({"name": name, "resume": "never"})
-
-    def send(self, row: dict[str, float], step: int) -> None:
-        self._tracker.log(row, step=step)

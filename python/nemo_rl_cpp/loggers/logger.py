@@ -4,6 +4,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from nemo_rl_cpp.config.access import as_number, to_json, to_plain, written
@@ -18,7 +19,7 @@ from nemo_rl_cpp.loggers.interface import LoggerBackend, LoggerInterface, Metric
 from nemo_rl_cpp.metrics.memory import RayGpuMonitorLogger
 
 
-class Logger(LoggerInterface):
+class Logger(LoggerInterface, AbstractContextManager["Logger"]):
     """The logger of a run. It sends metrics to metrics.jsonl, TensorBoard events and the enabled trackers.
 
     `cfg` is the `logger` section, or a mapping with its keys. TensorBoard is enabled unless `tensorboard_enabled` is
@@ -173,9 +174,6 @@ class Logger(LoggerInterface):
                     warnings.warn(
                         f"{name} failed ({error}): the run continues, later failures are not shown", stacklevel=3
                     )
-
-    def __enter__(self) -> "Logger":
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.finish()

@@ -379,13 +379,13 @@ class Alerts:
         self._next = 3  # a single small batch is too noisy
         self._told: set[str] = set()
 
-    def validation(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Add the metrics of a validation."""
-        self._add(step, metrics, "validation")
+    def add(self, step: int, metrics: Mapping[str, object], prefix: str) -> None:
+        """Add the metrics of a step to the history, each as `prefix/name`."""
+        self.history.add({"step": step} | {f"{prefix}/{name}": value for name, value in metrics.items()})
 
     def step(self, step: int, metrics: Mapping[str, object]) -> list[str]:
         """Add the metrics of a step, and return a line for each serious finding that is new."""
-        self._add(step, metrics, "train")
+        self.add(step, metrics, "train")
         self._steps += 1
         if self._steps < self._next:
             return []
@@ -411,6 +411,3 @@ class Alerts:
             f"serious {number}" if number > 1 else "serious": f"{finding.title}. {finding.advice}"
             for number, finding in enumerate(self.serious(), start=1)
         }
-
-    def _add(self, step: int, metrics: Mapping[str, object], prefix: str) -> None:
-        self.history.add({"step": step} | {f"{prefix}/{name}": value for name, value in metrics.items()})

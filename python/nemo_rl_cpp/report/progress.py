@@ -4,6 +4,7 @@ printed."""
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -40,7 +41,7 @@ _FIRST = {
 """Phase -> the text that is printed when it begins in the first step, if there is no live line."""
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """A display of a run's progress.
 
         with Progress(total_steps=100, start_step=state.step) as progress:
@@ -125,9 +126,6 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def __enter__(self) -> "Progress":
-        return self
-
     def __exit__(self, *exc: object) -> None:
         self.close()
 
@@ -179,17 +177,12 @@ class Progress:
 
     def _start_live(self) -> None:
         spinner = Spinner("dots")
-        progress = self
 
-        class Line:
-            """The progress line at the bottom of the terminal, recomputed at each refresh, so that its times advance
-            during a long phase."""
+        def line() -> Spinner:  # called at each refresh, so that its times advance during a long phase
+            spinner.update(text=Text(self.line(), no_wrap=True, overflow="ellipsis"))
+            return spinner
 
-            def __rich__(self) -> Spinner:
-                spinner.update(text=Text(progress.line(), no_wrap=True, overflow="ellipsis"))
-                return spinner
-
-        self._live = Live(Line(), console=self._get_console(), refresh_per_second=4, transient=True)
+        self._live = Live(get_renderable=line, console=self._get_console(), refresh_per_second=4, transient=True)
         self._live.start()
 
     def _show_notebook(self) -> None:

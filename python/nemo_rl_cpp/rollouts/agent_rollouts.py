@@ -14,6 +14,7 @@ from nemo_rl_cpp.environments.remote import answer_of, call_remote
 from nemo_rl_cpp.rollouts.batches import DatumBatch
 from nemo_rl_cpp.rollouts.rollout_metrics import SampleStats, environment_metrics, rollout_metrics
 from nemo_rl_cpp.serving.chat import END_OF_THINKING, THINK, find_calls
+from nemo_rl_cpp.serving.engine import LENGTH
 from nemo_rl_cpp.serving.generation import ServedDedicatedGeneration, ServedGeneration
 from nemo_rl_cpp.serving.rollouts import Call, Rollout, longest_chain
 
@@ -94,7 +95,7 @@ def _attach(
 ) -> list[SampleStats]:
     chains = [longest_chain(rollout.calls) for rollout in rollouts]
     counts = [bool(chain) and result.error is None and result.trained for chain, result in zip(chains, results)]
-    cut = [bool(chain) and chain[-1].truncated for chain in chains]
+    cut = [bool(chain) and chain[-1].sample.reason == LENGTH for chain in chains]
     prompts = list(zip(chains, batch["message_log"]))
     lengths = [len(chain[0].prompt_ids) if chain else tokens_of(log) for chain, log in prompts]
     logs = [message_log(chain, tokenizer) if chain else log for chain, log in prompts]

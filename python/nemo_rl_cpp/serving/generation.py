@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids
@@ -59,6 +59,9 @@ class ServedGeneration(GenerationInterface):
 
     def __post_init__(self) -> None:
         self.reports_finished = self.inner.reports_finished
+        # these concern only the training loop's engine; the server gets a new KV cache whenever it opens
+        for name in ("invalidate_kv_cache", "weight_digest", "get_logger_metrics", "clear_logger_metrics"):
+            setattr(self, name, getattr(self.inner, name))
 
     # ---- as an engine
 
@@ -102,18 +105,6 @@ class ServedGeneration(GenerationInterface):
             self._folder.cleanup()
         return self.inner.shutdown()
 
-    def invalidate_kv_cache(self) -> bool:
-        return self.inner.invalidate_kv_cache()  # the server gets a new cache whenever it opens
-
-    def weight_digest(self) -> str:
-        return self.inner.weight_digest()
-
-    def get_logger_metrics(self) -> dict[str, float]:
-        return self.inner.get_logger_metrics()
-
-    def clear_logger_metrics(self) -> None:
-        self.inner.clear_logger_metrics()
-
     # ---- for agents
 
     @cached_property
@@ -155,13 +146,8 @@ class ServedDedicatedGeneration(DedicatedGeneration):
         super().__init__(cluster, config, tokenizer, seed)
         self._tokenizer = tokenizer
         self.group.call_all("serve_engine", self._number, partial(_serve_worker, seed))
-        print(
-            f"the policy is served at {self._of_server('address_with', '').base_url} while rollouts are made",
-            flush=True,
-        )
-
-    def _of_server(self, method: str, *args: object) -> Any:
-        return self._ask(method, *args)[0]
+        url = self._ask("address_with", "")[0].base_url
+        print(f"the policy is served at {url} while rollouts are made", flush=True)
 
     @cached_property
     def _folder(self) -> tempfile.TemporaryDirectory:
@@ -169,16 +155,16 @@ class ServedDedicatedGeneration(DedicatedGeneration):
 
     @property
     def address(self) -> ServerAddress:
-        return self._of_server("address_with", self._folder.name)
+        return self._ask("address_with", self._folder.name)[0]
 
     def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
         """Return the key that a rollout's requests must send. For `name`, `stream` and `greedy` see
         `ServedGeneration.begin_rollout`."""
-        return self._of_server("begin_rollout", name, stream, greedy)
+        return self._ask("begin_rollout", name, stream, greedy)[0]
 
     def end_rollout(self, key: str) -> Rollout:
         """Return the requests and responses of a rollout, as `ServedGeneration.end_rollout` does."""
-        return self._of_server("end_rollout", key)
+        return self._ask("end_rollout", key)[0]
 
     def shutdown(self) -> bool:
         if "_folder" in vars(self):

@@ -166,11 +166,9 @@ def engine_thread(
 
     `version`: the weights' version, which responses report until it changes. `is_open`: answer requests at once, not
     only after `EngineThread.open`."""
-
-    def make() -> C.ResidentEngine:
-        return sizes.engine(runner, cache_bytes, token_bytes_table(tokenizer, runner.vocab_size()))
-
-    return EngineThread(make, version, is_open)
+    return EngineThread(
+        lambda: sizes.engine(runner, cache_bytes, token_bytes_table(tokenizer, runner.vocab_size())), version, is_open
+    )
 
 
 def load_model(

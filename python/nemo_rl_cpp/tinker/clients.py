@@ -9,15 +9,16 @@ import functools
 import itertools
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Concatenate, ParamSpec, Self, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.serving.model import EngineSizes
 from nemo_rl_cpp.tinker.adapters import Base, Shape
 from nemo_rl_cpp.tinker.models import CustomLoss, Model, Models
-from nemo_rl_cpp.tinker.store import Place, Store
+from nemo_rl_cpp.tinker.store import Facts, Place, Store
 from nemo_rl_cpp.tinker.types import (
     AdamParams,
     Datum,
@@ -43,7 +44,7 @@ def _async(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], 
     return call_async
 
 
-class ServiceClient:
+class ServiceClient(AbstractContextManager["ServiceClient"]):
     """A Tinker service in this process: a base model, and the thread that trains its LoRA models and samples from them.
 
     Args:
@@ -65,9 +66,6 @@ class ServiceClient:
         """End the thread after its current call, and unlock the checkpoint folder."""
         self._core.worker.shut_down()
         self._core.store.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
@@ -107,7 +105,7 @@ class ServiceClient:
         return self._core.worker.do(load)
 
     def _model(self, shape: Shape) -> Model:
-        return Model(f"{self._session}:train:{next(self._numbers)}", self._core.facts(shape))
+        return Model(f"{self._session}:train:{next(self._numbers)}", Facts(self._core.base.names[0], shape))
 
     create_lora_training_client_async = _async(create_lora_training_client)
     create_training_client_from_state_async = _async(create_training_client_from_state)
@@ -173,11 +171,7 @@ class TrainingClient:
     def save_weights_external(self, name: str) -> APIFuture[Path]:
         """Save the adapters in PEFT's format, as the checkpoint `name`. Return a future whose result is their
         folder."""
-
-        def save(core: Models, model: Model) -> Path:
-            return core.store.folder(Place.of(core.save(model, "external_weights", name)))
-
-        return self._do(save)
+        return self._do(lambda core, model: core.store.folder(Place.of(core.save(model, "external_weights", name))))
 
     def save_weights_and_get_sampling_client(self) -> APIFuture[SamplingClient]:
         """Return a sampler of the current weights, which are kept in memory."""

@@ -66,10 +66,6 @@ class Models:
     store: Store
     worker: Worker = field(default_factory=Worker)
 
-    def facts(self, shape: Shape) -> Facts:
-        """Return the checkpoint metadata of a new model with adapters of this shape."""
-        return Facts(self.base.names[0], shape)
-
     def create(self, model: Model, seed: int) -> None:
         """Initialise the adapters of a LoRA model: B is zero, so that its outputs equal the base model's. Raise
         UserError for an invalid LoRA rank or seed."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nemo_rl_cpp.tinker.adapters import Base, Shape
 from nemo_rl_cpp.tinker.models import Model, Models
-from nemo_rl_cpp.tinker.store import Place, Store
+from nemo_rl_cpp.tinker.store import Facts, Place, Store
 from nemo_rl_cpp.tinker.types import Datum, ForwardBackwardOutput, SampleRequest, SampleResponse, UserError, tokens_of
 from nemo_rl_cpp.tinker.worker import Sampler, Turns
 
@@ -247,7 +247,9 @@ class Service:
     def _new_model(self, session_id: str, number: int, shape: Shape) -> TrainedModel:
         model_id = f"{session_id}:train:{number}"
         Place.of(f"tinker://{model_id}/weights/x")  # part of its checkpoints' names
-        return self.models.setdefault(model_id, TrainedModel(model_id, self.core.facts(shape), session=session_id))
+        return self.models.setdefault(
+            model_id, TrainedModel(model_id, Facts(self.base.names[0], shape), session=session_id)
+        )
 
     def model(self, model_id: str) -> TrainedModel:
         """Return a model. After a restart of the server, first restore it from its last checkpoint.

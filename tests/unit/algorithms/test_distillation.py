@@ -110,11 +110,10 @@ def test_ppo_with_a_teacher_has_hand_computed_advantages_and_loss():
         offsets_of(torch.tensor([4])), of_tokens, {"sample_mask": torch.ones(1), "rewards": torch.ones(1)}
     )
     settings = {"gae_lambda": 0.5, "normalize_advantages": False, "outcome_advantage_weight": 2.0}
-    stage = TokenAdvantages(of_ppo(**settings))
-    stage.add(batch)
+    metrics = TokenAdvantages(of_ppo(**settings)).add(batch)
     assert batch.advantages.tolist() == pytest.approx([0.0, 0.75, 1.25, 0.0])
     assert batch.returns[1:3].tolist() == pytest.approx([0.625, 1.0])
-    assert stage.metrics[GAP] == pytest.approx(0.125)
+    assert metrics[GAP] == pytest.approx(0.125)
     data = {name: batch[name] for name in ("advantages", "token_mask", "sample_mask", "generation_logprobs")}
     loss = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
     result = loss.native(student[None, 1:], data | {"prev_logprobs": student[None]}, 1.0, 2.0)

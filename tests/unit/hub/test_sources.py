@@ -140,7 +140,8 @@ def test_tokenizer_in_the_hub_cache_is_used_without_contacting_the_hub(tmp_path)
     snapshot = cached_tokenizer(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.setblocking(False)
-        code = "from nemo_rl_cpp.hub.sources import resolve_tokenizer\nprint(resolve_tokenizer('some/model', ask_hub=False))"
+        call = "sources.resolve_model('some/model', files=sources.TOKENIZER_FILES, ask_hub=False)"
+        code = f"from nemo_rl_cpp.hub import sources\nprint({call})"
         out = python(code, tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert out.stdout.strip() == str(snapshot), out.stderr
         with pytest.raises(BlockingIOError):  # nobody called

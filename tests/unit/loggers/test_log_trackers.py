@@ -98,7 +98,7 @@ def test_swanlab_and_trackio_receive_metrics_and_hyperparameters(tmp_path, fake)
     given = {"project": "p", "name": "n", "logdir": str(tmp_path / "swanlab")}
     swanlab.init.assert_called_once_with(**given)
     trackio.init.assert_called_once_with(project="q", name="n")
-    for log in (swanlab.run.log, trackio.log):
+    for log in (swanlab.run.log, trackio.run.log):
         log.assert_called_once_with({"train/loss": 0.5}, step=2)
     logger.finish()
     assert swanlab.finish.call_count == trackio.finish.call_count == 1
@@ -202,7 +202,7 @@ def test_tracker_of_a_run_resumed_from_an_older_checkpoint_has_one_value_per_ste
     assert new.tags == {"resumed_from": "0, step 3"}
     assert trackio.init.call_args.kwargs["name"] == "n-1-from-step-3"
     assert ["id" in each.kwargs for each in swanlab.init.call_args_list] == [False, True, False]  # continued, then new
-    for log in (trackio.log, swanlab.run.log):
+    for log in (trackio.run.log, swanlab.run.log):
         assert [each.kwargs["step"] for each in log.call_args_list] == [1, 2, 3, 4, 5, 1, 2, 3, 4]
     with Logger(cfg) as logger:
         logger.truncate_after(4)
@@ -259,7 +259,7 @@ def test_unreachable_mlflow_server_is_an_error_that_names_the_key(monkeypatch, p
 
 def test_experiment_tracker_that_fails_does_not_end_the_run(tmp_path, fake):
     trackio = fake("trackio")
-    trackio.log.side_effect = ConnectionError("no route to host")
+    trackio.run.log.side_effect = ConnectionError("no route to host")
     logger = Logger(config(tmp_path, trackio_enabled=True, trackio={"project": "q"}))
     with pytest.warns(UserWarning, match="TrackioLogger failed .no route to host.: the run continues") as warned:
         logger.log_metrics({"a": 1}, 1)

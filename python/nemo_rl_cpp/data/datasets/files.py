@@ -8,10 +8,13 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+import huggingface_hub
 
 from nemo_rl_cpp.data.conversation import row_at, without_padding
 from nemo_rl_cpp.data.interfaces import Indexed, Row
@@ -206,7 +209,6 @@ def _csv_rows(path: Path) -> list[Row]:
 
 def _arrow_rows(path: Path) -> list[Row]:
     try:
-        import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise ValueError(f"reading {path} needs pyarrow: pip install pyarrow, or convert the file to JSONL") from None
@@ -356,9 +358,7 @@ def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "
     if check_on_hub(name, "dataset", "dataset_name or data_path"):
         return _datasets_library(name).load_dataset(name, subset, split=split or "train")
     try:
-        import huggingface_hub.constants as constants
-
-        datasets = _datasets_library(name)
+        datasets, constants = _datasets_library(name), huggingface_hub.constants
         before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
         # from the cache alone, because the library's online mode would retry for minutes
         datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
@@ -379,9 +379,7 @@ def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
     if all(type(dataset).__module__.startswith("datasets.") for dataset in datasets):
         columns = {tuple(sorted(dataset.column_names)) for dataset in datasets}
         if len(columns) == 1:
-            from datasets import concatenate_datasets
-
-            return concatenate_datasets(datasets)
+            return sys.modules["datasets"].concatenate_datasets(datasets)  # imported, as the data sets are its objects
     return ChainedDataset(datasets)
 
 

@@ -5,6 +5,7 @@ import tiny
 import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.generate import TextGenerator
+from nemo_rl_cpp.models.gguf_export import export_gguf
 from nemo_rl_cpp.models.model_folder import read_model_folder
 from test_lora_tiny import BF16, EXPERTS, KL, LORA, MAMBA, MIXTURE, ON, RECURRENT, SOME
 from test_several_processes import BLOCKS, trained
@@ -90,6 +91,8 @@ def test_adapter_checkpoint_loads_with_its_base_model_and_is_an_error_without_it
     assert torch.equal(C.Trainer(frozen(tmp_path / "weights", torch.bfloat16)).logits(ids), expected)
     with pytest.raises(ValueError, match="holds an adapter and no weights: name its base tiny-random"):
         tiny.make(tmp_path, *ON, f"policy.model_name={tmp_path / 'weights'}", "policy.hf_config_overrides={}")
+    with pytest.raises(ValueError, match="it holds adapter/, an adapter of tiny-random in q8_0: .*merge_and_unload"):
+        export_gguf(tmp_path / "weights", tmp_path / "a.gguf", "q8_0")
 
 
 GPT_OSS = tiny.shaped({"model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 2})

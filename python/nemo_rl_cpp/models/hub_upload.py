@@ -92,7 +92,7 @@ def can_push() -> bool:
 def _model_folder(folder: str | Path) -> Path:
     given = folder_path(folder, "folder")
     weights = Path(find_policy_weights(str(given)))
-    if not (weights / "config.json").is_file() or not any(weights.glob("*.safetensors")):
+    if not (weights / "config.json").is_file() or not any(weights.rglob("*.safetensors")):
         raise ValueError(
             f"folder is {in_a_line(str(folder))}, which holds no model (config.json and *.safetensors): give a model folder, a checkpoint "
             "step_N, or the folder of a run's checkpoints"
@@ -146,14 +146,20 @@ def card_text(config: TrainMasterConfig, step: int) -> str:
         "rows given from Python" if name == _GIVEN else _shown(name) if path is None else f"{name}, {_shown(path)}"
         for name, path in sets
     ]
+    loading = _LOADING
+    if config.policy.quantization is not None:  # the folder has an adapter and no weights of the model
+        adapted = f'model = AutoModelForCausalLM.from_pretrained("{_shown(base)}")\n{_ADAPTING}'
+        loading = loading.replace(_WHOLE, adapted).replace("\nfrom trans", "\nfrom peft import PeftModel\nfrom trans")
     return (
         f"---\n{dump_yaml(front).strip()}\n---\n\n{_MARK} {__version__} -->\n\n# {title}\n\n"
         f"This model was trained by reinforcement learning with nemo_rl_cpp {__version__}: {step} steps on {', '.join(data)}. Its terms of "
-        f"use are those of the base model.\n{_LOADING}"
+        f"use are those of the base model.\n{loading}"
     )
 
 
-_LOADING = """
+_WHOLE = 'model = AutoModelForCausalLM.from_pretrained("FOLDER OR REPOSITORY")'
+_ADAPTING = 'model = PeftModel.from_pretrained(model, "FOLDER OR REPOSITORY", subfolder="adapter")'
+_LOADING = f"""
 ## How to load it
 
 With transformers:
@@ -162,7 +168,7 @@ With transformers:
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("FOLDER OR REPOSITORY")
-model = AutoModelForCausalLM.from_pretrained("FOLDER OR REPOSITORY")
+{_WHOLE}
 ```
 
 With nemo_rl_cpp:

@@ -93,6 +93,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _other_weights(folder: Path) -> str:
     """Return the end of an error message: the other files of weights that the folder holds, and the remedy."""
+    if (adapter := saved_adapter(folder)) is not None:
+        model = "load the base with transformers, the adapter with PEFT, and write the model with merge_and_unload and save_pretrained"
+        return f"; it holds {ADAPTER}/, an adapter of {adapter.base} in {adapter.quantization}: {model}"
     if found := sorted(file.name for file in folder.glob("*.safetensors")):
         return f"; it holds {found[0]}, which counts only where {INDEX_FILE} names it: copy or download the index, too"
     others = (file.name for pattern in ("*.bin", "*.gguf", "consolidated*", "*.pt*") for file in folder.glob(pattern))

@@ -22,6 +22,14 @@ def test_model_card_lists_base_model_algorithm_steps_and_data_of_the_run():
         assert line in card.text, line
 
 
+def test_model_card_of_an_adapter_over_a_quantised_base_loads_the_base_and_the_adapter():
+    keys = ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.quantization=q4_0"]
+    text = card_text(load_grpo_config("grpo_arithmetic_smollm2.yaml", keys), 20)
+    assert 'model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")\n' in text
+    assert 'model = PeftModel.from_pretrained(model, "FOLDER OR REPOSITORY", subfolder="adapter")\n' in text
+    assert "\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n" in text
+
+
 def test_metadata_of_the_model_card_lists_base_model_and_data_sets_of_the_hub():
     rows = "{dataset_name: ResponseDataset, data_path: openai/gsm8k, input_key: question, output_key: answer}"
     card = ModelCard(card_text(load_ppo_config("ppo_math_1B.yaml", [f"data.train={rows}"]), 20))

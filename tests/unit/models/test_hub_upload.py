@@ -48,6 +48,15 @@ def test_newest_checkpoint_is_uploaded_to_a_private_hub_repository(run_folder):
     ]
 
 
+def test_adapter_without_weights_of_its_quantised_base_is_uploaded(run_folder):
+    weights = run_folder / "step_10" / "policy" / "weights"
+    (weights / "adapter").mkdir()
+    (weights / "model.safetensors").rename(weights / "adapter" / "adapter_model.safetensors")
+    client = Client()
+    push_to_hub(run_folder, "org/model", client=client)
+    assert client.calls[1][1]["allow_patterns"] == ["adapter/adapter_model.safetensors", "config.json"]
+
+
 def test_hub_repository_name_without_an_organisation_gets_the_name_of_the_user(run_folder):
     client = Client()
     address = push_to_hub(run_folder / "step_2", "model", private=False, message="first", client=client)

@@ -157,7 +157,7 @@ def _rows(result: EvalResult, config: EvalMasterConfig) -> dict[str, str]:
 
 _ROLLOUT = {
     "total_turns", "avg_turns_per_sample", "max_turns_per_sample", "natural_termination_rate", "truncation_rate", "max_turns_reached_rate",
-    "mean_total_tokens_per_sample", "mean_gen_tokens_per_sample", "max_gen_tokens_per_sample", "mean_env_tokens_per_sample",
+    "total_generated_tokens", "mean_total_tokens_per_sample", "mean_gen_tokens_per_sample", "max_gen_tokens_per_sample", "mean_env_tokens_per_sample",
 }  # fmt: skip
 """Metrics of rollouts that the table of results shows under other names, or omits."""
 

@@ -181,7 +181,10 @@ def test_evaluation_prints_environment_metrics_and_wrong_responses(capsys):
     result = sums("pass@k")
     assert result.metrics["well_formed"] == pytest.approx(4 / 6)
     printed = capsys.readouterr().out
-    assert "well_formed" in printed
+    names = [line.split("│")[1].strip() for line in printed.splitlines() if line.startswith("│")]
+    assert names == [
+        "model", "data", "pass@3", "mean reward", "tokens a response", "cut off", "well_formed", "accuracy_of_well_formed", "time"
+    ]  # fmt: skip
     assert printed.endswith("wrong: 1 + 1 =\n  3\nwrong: 2 + 0 =\n  no idea\nwrong: 2 + 0 =\n  no idea\n")
 
 

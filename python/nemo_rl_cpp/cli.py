@@ -9,13 +9,13 @@ from importlib import import_module
 from nemo_rl_cpp import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("runs:train", "train with GRPO, DAPO, ProRLv2 or PPO, as the configuration says"),
+    "train": ("runs:train", "train with GRPO, PPO, distillation or SFT, as the configuration says"),
     "eval": ("runs:evaluate", "evaluate a model or a checkpoint"),
     "generate": ("generate:generate", "write text with a model or a checkpoint"),
     "chat": ("generate:chat", "talk to a model or a checkpoint"),
     "serve": ("serve:main", "serve a model or a checkpoint over HTTP, as OpenAI and vLLM do"),
     "export": ("export:main", "write a model or a checkpoint as a GGUF file, for llama.cpp, Ollama and LM Studio"),
-    "check": ("runs:check", "check a configuration with its overrides, without loading anything else"),
+    "check": ("runs:check", "check a configuration, its data and the code that it names, without loading a model"),
     "configs": ("runs:configs", "list the shipped configurations, each with what it is"),
     "models": ("models:main", "list the supported models with the memory that they need"),
     "report": ("reports:report", "write report.html of a log folder again"),

@@ -76,7 +76,7 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 def check(arguments: Sequence[str]) -> int:
     """Print every error in a configuration, or that there is none. Return the exit status."""
-    what = "Check a configuration with its overrides, without loading anything else."
+    what = "Check a configuration, its data and the code that it names, without loading a model."
     parser = command_parser("check", what, _CHECK_EXAMPLES)
     parser.add_argument("--config", required=True, help="YAML file, or the name of a shipped one")
     parser.add_argument("--kind", choices=tuple(KINDS), help="kind of run (default: by the file's sections)")

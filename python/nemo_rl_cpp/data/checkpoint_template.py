@@ -33,7 +33,7 @@ def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
         remarks.append(f"the model has no chat template of its own: the run's is used ({where})")
     elif used is None and not through:
         remarks.append(
-            f"the model's own chat template is used; the run trained on contents as they are ({where} is null), as without --chat"
+            f"the model's own chat template is used; the run trained on contents without a template ({where} is null)"
         )
     elif used not in (None, own):
         remarks.append(f"the model's own chat template is used; the run trained with another one ({where})")
@@ -43,7 +43,7 @@ def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
         )
     if through:
         remarks.append(
-            f"the chat template of {folder} passes text through: the model does not see that this is a message, as without --chat"
+            f"the chat template of {folder} passes text through: the model does not see that this is a message"
         )
     return remarks
 

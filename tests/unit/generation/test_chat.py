@@ -59,7 +59,7 @@ def test_chat_template_of_the_model_is_used_without_a_warning(tmp_path, capsys, 
 
 
 @pytest.mark.parametrize(("run", "said"), [
-    ({"chat_template": None}, "the model's own chat template is used; the run trained on contents as they are"),
+    ({"chat_template": None}, "the model's own chat template is used; the run trained on contents without a template (policy.tokenizer"),
     ({"chat_template": "{{ messages[0].content }}+"},
      "the model's own chat template is used; the run trained with another one"),
     ({"chat_template": "gone.jinja"}, "the model's own chat template is used; the run trained with another one"),

@@ -53,6 +53,9 @@ def test_checkpoint_with_only_the_adapter_of_a_quantised_base_resumes_bit_identi
     assert not list(weights.glob("*.safetensors"))
     with pytest.raises(ValueError, match=r"policy.quantization: 'q4_0' -> 'q8_0'"):
         trained(tmp_path / "resumed", 5, *more, "policy.quantization=q8_0")
+    with pytest.raises(ValueError, match="lora_cfg.merge: false -> true") as error:
+        trained(tmp_path / "resumed", 5, *more, "policy.quantization=null")
+    assert "megatron_cfg" not in str(error.value)  # its default follows, but no key of it has an effect
 
 
 def test_ppo_run_with_quantised_policy_and_critic_resumes_bit_identically(tmp_path):

@@ -141,13 +141,11 @@ def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str
         fixed[f"{section}.quantization"] = "adapters are those of weights in this format"
         fixed[f"{section}.backend"] = "the optimizer's state lies in its order"
         model = getattr(config, section, None)
-        adapters = ["enabled"]
+        adapters = [f"{section}.dtensor_cfg.lora_cfg.enabled", f"{section}.megatron_cfg.peft.enabled"]
         if model is not None and model.lora is not None:
-            adapters += ["dim", "alpha", "target_modules", "exclude_modules", "match_all_linear", "merge", "use_rslora"]
-        for key in (
-            f"{section}.{lora}.{key}" for lora in ("dtensor_cfg.lora_cfg", "megatron_cfg.peft") for key in adapters
-        ):
-            fixed[key] = "adapters and optimizer state are those of it"
+            names = ("dim", "alpha", "target_modules", "exclude_modules", "match_all_linear", "merge", "use_rslora")
+            adapters += [f"{model.lora_key(section)}.{name}" for name in names]
+        fixed |= dict.fromkeys(adapters, "adapters and optimizer state are those of it")
     now, old = flatten_dict(written(config), expand_lists=False), flatten_dict(before, expand_lists=False)
     for key, why in fixed.items():
         # the value of an environment variable is not saved, so it cannot be compared

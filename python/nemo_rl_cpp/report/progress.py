@@ -1,6 +1,7 @@
 """A live line in the terminal with step, phase, reward, speed and time left. Without a terminal, plain lines are
 printed."""
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -152,10 +153,10 @@ class Progress(AbstractContextManager["Progress"]):
         return f"step {self._step}" + (f"/{self.total_steps}" if self.total_steps is not None else "")
 
     def _values(self) -> str:
-        shown = {label: format_number(self._metrics[name]) for name, label in _SHOWN.items() if name in self._metrics}
-        if shown.get("acc") == shown.get("reward"):  # the environment logs the mean reward as accuracy
-            shown.pop("acc", None)
-        return "  ".join(f"{label} {number}" for label, number in shown.items())
+        shown = {label: self._metrics[name] for name, label in _SHOWN.items() if name in self._metrics}
+        if {"acc", "reward"} <= shown.keys() and math.isclose(shown["acc"], shown["reward"], rel_tol=1e-6):
+            del shown["acc"]  # the environment logs the mean reward as accuracy
+        return "  ".join(f"{label} {format_number(value)}" for label, value in shown.items())
 
     def _tail(self, now: float) -> str:
         left = self.eta_seconds(now)

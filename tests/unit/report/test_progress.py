@@ -38,6 +38,14 @@ def test_training_progress_is_printed_as_plain_lines_without_a_terminal(capsys, 
     assert "0.5 -> 0.75" in table and "0.1235" in table
 
 
+def test_line_of_a_step_shows_the_accuracy_only_if_it_is_not_the_reward(capsys):
+    with Progress(total_steps=2) as progress:
+        progress.step(1, {"reward": 0.078125, "accuracy": 0.0781250074505806})
+        progress.step(2, {"reward": 0.078125, "accuracy": 0.25})
+    first, second = capsys.readouterr().out.splitlines()
+    assert "reward 0.07812 |" in first and "reward 0.07812  acc 0.25 |" in second
+
+
 def test_progress_line_in_a_terminal_shows_phase_and_remaining_time(clock):
     out = io.StringIO()
     progress = Progress(10, mode="live", console=Console(file=out, force_terminal=True, width=120))

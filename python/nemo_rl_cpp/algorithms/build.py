@@ -267,7 +267,7 @@ def connect_hooks(run: TrainingRun) -> None:
     )  # fmt: skip
     for model in run.models.values():
         model.keep_bad_batches(run.log_dir / "replay")
-    run.checkpoints.facts["run"] = log.logger.run_id
+    run.checkpoints.facts["run"] = log.logger.ledger.run
     run.stop.saves = run.checkpoints.enabled
     run.callbacks.run = run
     run.timer.subscribe(terminal.progress)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,24 +70,23 @@ class Callback:
         """Called once when the run ends, unless a second Ctrl-C aborts the run."""
 
 
+@dataclass(eq=False)
 class Callbacks:
     """The callbacks of a run, which are called in the given order."""
 
-    run: TrainingRun
-
-    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
-        self._callbacks = list(callbacks)
+    callbacks: Sequence[Callback] = ()
+    run: TrainingRun = field(init=False)
 
     def after_step(self, result: StepResult) -> None:
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             self._call(callback, "on_step", result.metrics)
 
     def after_validation(self, result: StepResult) -> None:
-        for callback in self._callbacks if result.validation is not None else ():
+        for callback in self.callbacks if result.validation is not None else ():
             self._call(callback, "on_validation", result.validation.metrics)
 
     def after_checkpoint(self, result: StepResult) -> None:
-        for callback in self._callbacks if result.checkpoint is not None else ():
+        for callback in self.callbacks if result.checkpoint is not None else ():
             self._call(callback, "on_checkpoint", self.run.history[-1], checkpoint=result.checkpoint)
 
     def end(self, status: str) -> None:
@@ -95,7 +94,7 @@ class Callbacks:
         first error and print the others. If `status` is "failed", print all errors, because the caller raises the run's
         failure."""
         first = None
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             try:
                 self._call(callback, "on_end", self.run.history[-1] if self.run.history else {}, status=status)
             except Exception as error:

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import _register_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.distributed.worker_calls import OtherRankFailedError
 
 if TYPE_CHECKING:
     from nemo_rl_cpp._native import Communicator
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 MOST_UNEVEN = 1.25
 # Minimum share of the busiest rank's load that a move must save to be worth its message.
 LEAST_GAIN = 0.05
-
-
-class OtherRankFailedError(RuntimeError):
-    """Raised if this rank stops because another rank failed. The error of the failed rank says why."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _PLACES_SECONDS = 60.0  # timeout for the cluster to provide CPUs for all workers
 _START_SECONDS = 300.0  # timeout for all workers to start
+_BEATS = "signs of life of rank {}"  # the key in the store that counts a rank's heartbeats
 
 
 # Variables that actors do not inherit from the run. All others are arguments of an actor, not part of its
@@ -154,12 +155,8 @@ class ActorWorker(WorkerObjects):
 def _beat(store: TCPStore, rank: int) -> None:
     while True:
         with contextlib.suppress(RuntimeError):  # the run's process is stopped
-            store.add(_beats_of(rank), 1)
+            store.add(_BEATS.format(rank), 1)
         time.sleep(BEAT_SECONDS)
-
-
-def _beats_of(rank: int) -> str:
-    return f"signs of life of rank {rank}"
 
 
 class RayWorkers(Workers):
@@ -291,7 +288,7 @@ class _Beats:
         if now - self._looked > 4 * WAIT_SECONDS + BEAT_SECONDS:  # this process was stopped, and the store with it
             self._heard = dict.fromkeys(self._heard, now)
         self._looked = now
-        count = self._store.add(_beats_of(rank), 0)
+        count = self._store.add(_BEATS.format(rank), 0)
         if count != self._counts.get(rank):
             self._counts[rank], self._heard[rank] = count, now
         return now - self._heard[rank]

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 BEAT_SECONDS = 1.0  # seconds between two heartbeats
 
 
+@dataclass
 class WorkerObjects:
     """The Python objects in one worker. Arguments of calls arrive pickled; an exception is returned to the caller."""
 
-    def __init__(self) -> None:
-        self._objects: dict[int, object] = {}
-        self._ranks: Ranks | None = None
+    _objects: dict[int, object] = field(default_factory=dict)
+    _ranks: "Ranks | None" = None
 
     def join(self, threads: int, **meeting: object) -> Answer:
         """Set the number of threads, and join the rendezvous of the ranks: call `ranks.connect` with the arguments

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +22,10 @@ Listener = tuple[str, Callable[..., None]]
 
 class WorkerLostError(RuntimeError):
     """Raised if a worker has ended or does not respond. The message names the worker and its current call."""
+
+
+class OtherRankFailedError(RuntimeError):
+    """Raised if this rank stops because another rank failed. The error of the failed rank says why."""
 
 
 class Answer(NamedTuple):
@@ -173,29 +178,29 @@ def _depth(error: BaseException) -> int:
     """Return a number that ranks errors by how close they are to the root cause: 0 for a lost worker, 1 for a rank's
     own failure, 2 if the rank stopped because another rank failed."""
     from nemo_rl_cpp._native import C
-    from nemo_rl_cpp.distributed.ranks import OtherRankFailedError
 
     if isinstance(error, WorkerLostError):
         return 0
     return 2 if isinstance(error, (OtherRankFailedError, C.PeerLost, C.TimedOut, C.PeerRefused)) else 1
 
 
+@dataclass
 class Patience:
     """A time limit for the calls that still run after another call has failed. They have `periods` times
     `GRACE_SECONDS` to report the cause. Then calls that still wait for the failed rank are abandoned. If a worker is
     lost, waiting ends at once."""
 
-    def __init__(self, calls: Sequence[Future], periods: int = 1) -> None:
-        self._calls, self._periods = calls, periods
-        self._failed_at: float | None = None
+    calls: Sequence[Future]
+    periods: int = 1
+    _failed_at: float | None = None
 
     def is_over(self) -> bool:
         """Return whether to stop waiting for the calls. Call this method repeatedly while the calls run."""
-        errors = [call.error for call in self._calls if call.error is not None]
+        errors = [call.error for call in self.calls if call.error is not None]
         if errors and self._failed_at is None:
             self._failed_at = time.monotonic()
         lost = any(isinstance(error, WorkerLostError) for error in errors)
-        return lost or (bool(errors) and time.monotonic() - self._failed_at > self._periods * GRACE_SECONDS)
+        return lost or (bool(errors) and time.monotonic() - self._failed_at > self.periods * GRACE_SECONDS)
 
 
 def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:

@@ -116,8 +116,7 @@ class HFVerifyWorker(VerifierBase):
     as LaTeX or as a plain expression. The response is correct if the values are equal. Several boxes in the response
     are compared as a set. math-verify's time limits need the main thread; on other threads use MathEnvironment."""
 
-    def __init__(self) -> None:
-        self._metric: Callable[..., tuple[float, tuple[list[str], list[str]] | None]] | None = None
+    _metric: Callable[..., tuple[float, tuple[list[str], list[str]] | None]] | None = None
 
     def judge(self, response: str, ground_truth: str, math_verify_impl: str = "hf_math_verify") -> Verdict:
         if not ground_truth.strip():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import httpx
@@ -68,14 +69,15 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
                     messages.append(await tools.result_of(call))
 
 
+@dataclass
 class _Tools:
     """The tools of a rollout. `gate` is the URL that is asked before each tool call whether to make it; None: every
     call is made."""
 
-    def __init__(
-        self, client: httpx.AsyncClient, places: dict[str, tuple[str, str]], connections: dict[str, MCPConnection], gate: str | None
-    ) -> None:  # fmt: skip
-        self._client, self._places, self._connections, self._gate = client, places, connections, gate
+    client: httpx.AsyncClient
+    places: dict[str, tuple[str, str]]
+    connections: dict[str, MCPConnection]
+    gate: str | None
 
     async def result_of(self, call: Json) -> Json:
         """Make a tool call, and return the message with its result, or with its error, so that the model can retry."""
@@ -87,14 +89,14 @@ class _Tools:
             arguments, wrong = text, f"the arguments are no JSON ({error})"
         else:
             wrong = None if isinstance(arguments, dict) else "the arguments are no JSON object"
-        if self._gate is not None:
+        if self.gate is not None:
             asked = {"tool_call_id": call["id"], "name": name, "arguments": arguments}
-            decision = (await self._client.post(self._gate, json=asked)).raise_for_status().json()
+            decision = (await self.client.post(self.gate, json=asked)).raise_for_status().json()
             if decision["action"] == "stop":
                 raise RuntimeError(decision["reason"])
             if decision["action"] == "deny":
                 return decision["message"]
-        if name not in self._places:
-            wrong = f"there is no tool {name}, only {', '.join(self._places) or 'none'}"
-        content = f"error: {wrong}" if wrong else await call_mcp(self._connections, self._places, name, arguments)
+        if name not in self.places:
+            wrong = f"there is no tool {name}, only {', '.join(self.places) or 'none'}"
+        content = f"error: {wrong}" if wrong else await call_mcp(self.connections, self.places, name, arguments)
         return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}

@@ -22,9 +22,9 @@ class LogLedger:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._path = folder, folder / LEDGER
-        self._unsynced: dict[Path, None] = {}
+        self.unsynced: set[Path] = set()  # files to which `sync` applies: those written since its last call
         self.owner: str | None = None  # the checkpoint folder of the run that wrote the logs
-        self.run: str | None = None  # a random number that identifies the run
+        self.run: str | None = None  # a random number that identifies the run, also in its checkpoints' manifests
         try:
             rows = list(json_rows(self._path.read_text(encoding="utf-8").splitlines()))
         except (OSError, ValueError):
@@ -40,10 +40,6 @@ class LogLedger:
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write("\n" + json.dumps({"owner": self.owner, "run": self.run}) + "\n")
 
-    def add(self, path: Path) -> None:
-        """Register the file `path`, which is about to be written, so that `sync` syncs it to disk."""
-        self._unsynced[path] = None
-
     def cut(self, step: int) -> None:
         """Delete the rollout files of the steps after `step`."""
         for path in self.folder.iterdir():
@@ -51,11 +47,11 @@ class LogLedger:
                 path.unlink()
 
     def sync(self) -> None:
-        """Sync every file added since the last call, and their folders, to disk."""
-        files = [path for path in (*self._unsynced, self._path) if path.is_file()]
+        """Sync the files in `unsynced`, and their folders, to disk."""
+        files = [path for path in (*self.unsynced, self._path) if path.is_file()]
         for path in (*files, *{path.parent for path in files}):
             fsync_path(path)
-        self._unsynced.clear()
+        self.unsynced.clear()
 
 
 def get_next_experiment_dir(base_log_dir: str) -> str:
@@ -64,9 +60,10 @@ def get_next_experiment_dir(base_log_dir: str) -> str:
     base.mkdir(parents=True, exist_ok=True)
     number = _next_number(base)
     while True:
+        folder = base / f"exp_{number:03d}"
         try:
-            (base / _name(number)).mkdir()
-            return str(base / _name(number))
+            folder.mkdir()
+            return str(folder)
         except FileExistsError:  # another run created it at the same moment
             number += 1
 
@@ -99,11 +96,8 @@ def foreseen_experiment_dir(base_log_dir: str | Path, checkpoint: Path | None) -
     info = {} if checkpoint is None else json_object(checkpoint / "training_info.json")
     candidate = _recorded(base_log_dir, info.get("log_dir"))
     own = candidate is not None and _is_own(candidate, checkpoint)
-    return candidate if own else Path(base_log_dir) / _name(_next_number(Path(base_log_dir)))
-
-
-def _name(number: int) -> str:
-    return f"exp_{number:03d}"
+    base = Path(base_log_dir)
+    return candidate if own else base / f"exp_{_next_number(base):03d}"
 
 
 def _next_number(base: Path) -> int:

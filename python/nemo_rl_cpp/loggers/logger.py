@@ -41,7 +41,7 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
         self._failed: set[str] = set()
         self._is_finished = False
         self._files: list[LoggerBackend] = [JsonlLogger(self.log_dir)]
-        self._ledger = LogLedger(self.log_dir)
+        self.ledger = LogLedger(self.log_dir)
         self._lock: FolderLock | None = None
         for name in LOGGER_BACKENDS:
             if section.is_enabled(name):
@@ -54,18 +54,12 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
                     self._files.append(self.loggers[-1])
         self.gpu_monitor = self._start_monitor(section.gpu_monitoring) if section.monitor_gpus else None
 
-    @property
-    def run_id(self) -> str | None:
-        """The random number that identifies the run, and that manifests of checkpoints also contain. None before
-        `claim`."""
-        return self._ledger.run
-
     def claim(self, checkpoint_dir: Path | None = None) -> None:
         """Lock the folder against other runs until `finish`, and record that the logs belong to the run that saves into
         `checkpoint_dir`. Raise FolderInUseError (a ValueError) if another run uses the folder."""
         self._lock = self._lock or FolderLock(self.log_dir, "logger.log_dir")
         if checkpoint_dir is not None:
-            self._ledger.own(checkpoint_dir.resolve())
+            self.ledger.own(checkpoint_dir.resolve())
 
     def _start_monitor(self, section: GPUMonitoringConfig) -> RayGpuMonitorLogger | None:
         monitor = RayGpuMonitorLogger(section.collection_interval, section.flush_interval, parent_logger=self)
@@ -106,7 +100,7 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
         lines = (_json_line({key: value[i] for key, value in columns.items()} | {"idx": i}) for i in range(count))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._ledger.add(path)
+            self.ledger.unsynced.add(path)
             with open(temporary, "w", encoding="utf-8") as file:
                 file.writelines(lines)
             os.replace(temporary, path)
@@ -129,7 +123,7 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
     def flush(self) -> None:
         """Sync the files to disk. Called before a checkpoint is published, so that its logs are on disk, too."""
         self._each(lambda logger: logger.flush())
-        self._ledger.sync()
+        self.ledger.sync()
 
     def truncate_after(self, step: int) -> None:
         """Remove all metrics, events and rollouts after `step`, from which the run resumes. A tracker cannot remove
@@ -143,7 +137,7 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
             for row in _metric_rows(metrics):
                 number = int(row.pop("step"))
                 self._each(lambda tracker: tracker.log_metrics(row, number), trackers)
-        self._ledger.cut(step)
+        self.ledger.cut(step)
 
     def finish(self) -> None:
         """Stop the GPU monitor, close all backends and unlock the folder. Further calls do nothing."""

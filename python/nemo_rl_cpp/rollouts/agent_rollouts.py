@@ -14,7 +14,7 @@ from nemo_rl_cpp.environments.remote import answer_of, call_remote
 from nemo_rl_cpp.rollouts.batches import DatumBatch
 from nemo_rl_cpp.rollouts.rollout_metrics import SampleStats, environment_metrics, rollout_metrics
 from nemo_rl_cpp.serving.chat import END_OF_THINKING, THINK, find_calls
-from nemo_rl_cpp.serving.engine import LENGTH
+from nemo_rl_cpp.serving.engine import LENGTH, STOP_TOKEN
 from nemo_rl_cpp.serving.generation import ServedDedicatedGeneration, ServedGeneration
 from nemo_rl_cpp.serving.rollouts import Call, Rollout, longest_chain
 
@@ -135,7 +135,9 @@ def message_log(chain: Sequence[Call], tokenizer: TokenizerType) -> LLMMessageLo
         log.append(
             {"role": "assistant", "content": text, "token_ids": torch.tensor(ids), "generation_logprobs": logprobs}
         )
-        spelled = text_of(tokenizer, ids[:-1] if call.stopped else ids, call.prompt_ids, skip_special=False)
+        spelled = text_of(
+            tokenizer, ids[:-1] if call.sample.reason == STOP_TOKEN else ids, call.prompt_ids, skip_special=False
+        )
         log[-1] |= flags_of(spelled, opens_thinking=prompt.rstrip().endswith(THINK))
         before = len(call.prompt_ids) + len(ids)
     return log

@@ -71,11 +71,12 @@ class Spelled(NamedTuple):
         return "".join(self.texts)
 
 
+@dataclass
 class Speller:
     """A converter of a stream of tokens to text. It holds back a token as long as later tokens can change its text."""
 
-    def __init__(self, stream: TextStream) -> None:
-        self._stream, self._waiting = stream, Sample()
+    _stream: TextStream
+    _waiting: Sample = field(default_factory=Sample)
 
     def take(self, part: Sample) -> Spelled:
         """Add the next tokens `part` of the response. Return the tokens, with their texts, that have become final:

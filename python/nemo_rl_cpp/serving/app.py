@@ -11,6 +11,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -149,13 +150,14 @@ class EventStream(StreamingResponse):
                     await super().__call__(scope, receive, send)
 
 
+@dataclass
 class Service:
     """The handlers of the server's routes. Requests must send `api_key` as `Authorization: Bearer`, unless it is
     None."""
 
-    def __init__(self, model: ServedModel, api_key: str | None = None) -> None:
-        self.model, self._api_key = model, api_key
-        self.under_way = 0  # responses in flight, over all clients
+    model: ServedModel
+    api_key: str | None = None
+    under_way: int = 0  # responses in flight, over all clients
 
     async def health(self, request: Request) -> Response:
         """Handle `GET /health`."""
@@ -215,7 +217,7 @@ class Service:
 
     def _check_key(self, request: Request) -> None:
         given = request.headers.get("authorization", "")
-        if self._api_key and not hmac.compare_digest(given.encode(), f"Bearer {self._api_key}".encode()):
+        if self.api_key and not hmac.compare_digest(given.encode(), f"Bearer {self.api_key}".encode()):
             raise RequestError("the key is missing or wrong: send it as `Authorization: Bearer KEY`", 401)
 
 

@@ -191,8 +191,7 @@ def serve_policy(
     as an engine that also answers over HTTP. The server answers requests once `prepare_for_generation` has been called.
     `version` returns the step of the current weights; `seed` is the seed of sampling. `listener` is closed if the
     server cannot start. Raise ValueError if the KV cache cannot hold a sequence of full length."""
-    from nemo_rl_cpp.serving.app import make_app  # needs the extra `serve`
-    from nemo_rl_cpp.serving.http_server import HttpServer
+    from nemo_rl_cpp.serving import app, http_server  # need the extra `serve`
 
     generation = config.generation
     with ExitStack() as stack:
@@ -205,7 +204,7 @@ def serve_policy(
             )
         model = _model(policy, inner, config, version, seed)
         stack.callback(model.engine.shut_down)
-        server = HttpServer(make_app(model, key), listener)
+        server = http_server.HttpServer(app.make_app(model, key), listener)
         stack.callback(server.stop)
         server.start()
         print(f"the policy is served at {server.url}/v1 while rollouts are made", flush=True)

@@ -11,7 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.serving.bodies import RequestError
-from nemo_rl_cpp.serving.engine import STOP_TOKEN, Draw, Sample, Sampling
+from nemo_rl_cpp.serving.engine import Draw, Sample, Sampling
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.serving.chat import AssistantTurn
@@ -33,11 +33,6 @@ class Call:
     def ids(self) -> list[int]:
         """The tokens of prompt and response."""
         return self.prompt_ids + self.sample.token_ids
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop token ended the response."""
-        return self.sample.reason == STOP_TOKEN
 
 
 @dataclass

@@ -78,10 +78,6 @@ class Base:
         return cls(names, folder, tokenizer, precision, sizes, sizes.cache_bytes(), longest)
 
     @property
-    def has_experts(self) -> bool:
-        return "experts" in self.folder.native()
-
-    @property
     def vocab_size(self) -> int:
         return int(self.folder.config["vocab_size"])
 
@@ -174,7 +170,7 @@ class AdaptedModel:
         self.base, self.shape = base, shape
         native = base.folder.native()
         layers = LayerKinds.of_native(native)
-        if base.has_experts and shape.train_mlp:
+        if "experts" in native and shape.train_mlp:
             raise UserError(
                 f"{base.names[0]} is a mixture of experts, whose experts get no adapters: set train_mlp=False"
             )

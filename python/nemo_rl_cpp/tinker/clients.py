@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import itertools
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar
@@ -113,12 +114,12 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
     create_sampling_client_async = _async(create_sampling_client)
 
 
+@dataclass(eq=False)
 class TrainingClient:
     """The client of one LoRA model in training. A ServiceClient makes it."""
 
-    def __init__(self, core: Models, model: Model) -> None:
-        self._core, self._model = core, model
-        self._saved = itertools.count()
+    _core: Models
+    _model: Model
 
     @property
     def model_id(self) -> str:
@@ -192,12 +193,14 @@ class TrainingClient:
     save_weights_and_get_sampling_client_async = _async(save_weights_and_get_sampling_client)
 
 
+@dataclass(eq=False)
 class SamplingClient:
     """A client that samples from weights that do not change. A ServiceClient or a TrainingClient makes it."""
 
-    def __init__(self, core: Models, sampler: Sampler) -> None:
-        self._core, self._sampler, self._id = core, sampler, str(uuid.uuid4())
-        self._numbers = itertools.count()
+    _core: Models
+    _sampler: Sampler
+    _id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def get_tokenizer(self) -> TokenizerType:
         return self._core.base.tokenizer

@@ -186,7 +186,9 @@ class Models:
     def sampler(self, path: str | None) -> Sampler:
         """Return a sampler of a checkpoint, or of the base model."""
         if path is None:
-            adapted = self.base.newest or self.base.adapted(Shape(1, train_mlp=not self.base.has_experts))
+            adapted = self.base.newest or self.base.adapted(
+                Shape(1, train_mlp="experts" not in self.base.folder.native())
+            )
             return Sampler(adapted, adapted.nothing)
         place = Place.of(path)
         adapted = self.base.adapted(self.store.facts(place).shape)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from nemo_rl_cpp.files.durable import manifest_facts, publish_folder, rename, seal_folder
 from nemo_rl_cpp.files.folder_lock import FolderLock, make_folder
-from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.tinker.adapters import Shape
 from nemo_rl_cpp.tinker.types import UserError
 
@@ -60,11 +59,6 @@ class Facts:
     ttl_seconds: int | None = None
     time: float = field(default_factory=time.time)
 
-    @classmethod
-    def of(cls, plain: dict[str, Plain]) -> Facts:
-        known = {name: value for name, value in plain.items() if name != "format"}
-        return cls(**{**known, "shape": Shape(**plain["shape"])})
-
 
 class Store:
     """All checkpoints of a server in one folder."""
@@ -95,7 +89,8 @@ class Store:
         found = manifest_facts(self.folder(place))
         if not found:
             raise UserError(f"there is no checkpoint {place.path}")
-        return Facts.of(found)
+        known = {name: value for name, value in found.items() if name != "format"}
+        return Facts(**{**known, "shape": Shape(**found["shape"])})
 
     def save(self, place: Place, facts: Facts, write: Callable[[Path], None], overwrite: bool = False) -> None:
         """Write the checkpoint `place` atomically: readers see either the complete new folder or the previous one.

@@ -178,7 +178,7 @@ def _run_of(folder, base, log_dir=None, step=2):
     with Logger({"log_dir": log_dir}) as logger:
         logger.claim(folder)
         log_steps(logger, 1, step + 2)
-        manager.facts["run"] = logger.run_id
+        manager.facts["run"] = logger.ledger.run
     with manager.saving(step, {"log_dir": log_dir}) as tmp:
         pass
     return Path(log_dir), tmp.with_name(f"step_{step}")

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -89,18 +90,18 @@ class ListDataset:
         return {"train": self.select(order[count:]), "test": self.select(order[:count])}
 
 
+@dataclass(eq=False)
 class ChainedDataset:
     """The concatenation of several data sets of different types."""
 
-    def __init__(self, parts: Sequence[Indexed[Row]]):
-        self._parts = list(parts)
+    parts: Sequence[Indexed[Row]]
 
     def __len__(self) -> int:
-        return sum(len(part) for part in self._parts)
+        return sum(len(part) for part in self.parts)
 
     def __getitem__(self, index: int) -> Row:
         left = index + len(self) if index < 0 else index
-        for part in self._parts:
+        for part in self.parts:
             if 0 <= left < len(part):
                 return row_at(part, left)
             left -= len(part)

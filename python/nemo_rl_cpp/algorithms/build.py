@@ -121,7 +121,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         status, message, published = "failed", "", {}
         tracebacks_go_to(self.log_dir)
         if self.report is not None:
-            self.report.start()
+            self.report.update("running", force=True)
         try:
             with self.stop, startup_objects_frozen():
                 serve(partial(train_loop, self))
@@ -146,7 +146,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             raise told from error
         finally:
             if self.report is not None:
-                self.report.finish(status, message)
+                self.report.update(status, message, force=True)
             self.log.logger.finish()
             self.checkpoints.shutdown()
             ended = status + (", but nothing was learned" if self.terminal.alerts.learned_nothing else "")

@@ -61,16 +61,13 @@ def main(target: str, options_json: str) -> None:
     parent = Connection(os.dup(1))
     os.dup2(2, 1)  # a verifier that prints must not write into the replies
 
-    def say(reply: Reply) -> None:
-        parent.send_bytes(json.dumps(reply).encode())
-
     module, _, name = target.partition(":")
     verifier = reduce(getattr, name.split("."), importlib.import_module(module))()
     if hasattr(verifier, "warm_up"):
         verifier.warm_up(**options["warm_up"])
     if options["memory_mb"] is not None and os.path.exists("/proc/self/statm"):
         _limit_memory(options["memory_mb"])
-    say({"ready": os.getpid()})
+    parent.send_bytes(json.dumps({"ready": os.getpid()}).encode())
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.dup2(2, 1)
 
@@ -83,7 +80,7 @@ def main(target: str, options_json: str) -> None:
             reply["unmatchable"] = getattr(verifier, "unmatchable", 0) > before
         except Exception as error:  # a usage error, because a verifier gives a faulty response score 0
             reply = {"error": f"{type(error).__name__}: {error}"}
-        say(reply)
+        parent.send_bytes(json.dumps(reply).encode())
 
 
 if __name__ == "__main__":

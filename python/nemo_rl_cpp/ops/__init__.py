@@ -89,7 +89,7 @@ def reinforce_plus_plus(
 
     advantages: [B], float32 or float64. mask, logprobs, reference_logprobs: [B, S], or [T] with `offsets`."""
     values, degenerate = C.reinforce_plus_plus(
-        _real(advantages), mask, logprobs, reference_logprobs, kl_coef, kl_type, offsets
+        floating(advantages), mask, logprobs, reference_logprobs, kl_coef, kl_type, offsets
     )
     return TokenAdvantages(values, None, degenerate)
 
@@ -98,7 +98,7 @@ def raw_reward(rewards: Tensor, mask: Tensor, *, normalize: bool, offsets: Tenso
     """Return advantages in which every valid token has its sample's reward (`rewards` [B]); 0 at masked tokens. If
     `normalize`, they are whitened over the valid tokens. `offsets` is set for a ragged `mask` [T]: int64 [B + 1], the
     index of each sample's first token, then T."""
-    values, degenerate = C.raw_reward(_real(rewards), mask, normalize, offsets)
+    values, degenerate = C.raw_reward(floating(rewards), mask, normalize, offsets)
     return TokenAdvantages(values, None, degenerate)
 
 
@@ -141,13 +141,14 @@ def gae(
     lambda_value = config.gae_lambda_value if decoupled else config.gae_lambda
     return TokenAdvantages(
         *C.gae(
-            rewards, _real(values), mask, logprobs, reference_logprobs, config.gamma, config.gae_lambda, lambda_value, decoupled,
+            rewards, floating(values), mask, logprobs, reference_logprobs, config.gamma, config.gae_lambda, lambda_value, decoupled,
             config.length_adaptive_alpha, config.kl_coef, config.kl_type, config.normalize, offsets,
         )
     )  # fmt: skip
 
 
-def _real(t: Tensor) -> Tensor:
+def floating(t: Tensor) -> Tensor:
+    """Return a tensor as float32, or unchanged if it is float32 or float64."""
     return t if t.dtype in (torch.float32, torch.float64) else t.float()
 
 

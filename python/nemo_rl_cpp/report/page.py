@@ -336,10 +336,6 @@ class ReportWriter:
             given=keys_set(config) if config is not None else facts.get("given"),
         )
 
-    def start(self) -> None:
-        """Set the run's status to running, also if the run resumes, and write the first page."""
-        self.update(status="running", force=True)
-
     def update(self, status: str | None = None, message: str | None = None, force: bool = False) -> bool:
         """Set the run's `status` and `message` (None: unchanged). Then write the page if it is due or `force` is set,
         and return whether it was written. If it cannot be written, print the reason once and let the run continue."""
@@ -360,10 +356,6 @@ class ReportWriter:
             self._last_written = time.monotonic()
             self._cost = self._last_written - now
         return True
-
-    def finish(self, status: str = "finished", message: str = "") -> None:
-        """Write the last page. `status` is "finished", "stopped in time", "interrupted" or "failed"."""
-        self.update(status=status, message=message, force=True)
 
     def _write(self) -> None:
         history = MetricHistory.of_file(self.log_dir / METRICS, self._facts.config)

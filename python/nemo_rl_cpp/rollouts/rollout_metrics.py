@@ -23,21 +23,18 @@ class SampleStats:
 
 def rollout_metrics(samples: list[SampleStats]) -> dict[str, float]:
     """Return NeMo RL's rollout metrics of the samples; rates are fractions of the samples."""
-
-    def mean(values: list[float]) -> float:
-        return sum(values) / len(samples)
-
+    count = len(samples)
     return {
         "total_turns": sum(s.turns for s in samples),
-        "avg_turns_per_sample": mean([s.turns for s in samples]),
+        "avg_turns_per_sample": sum(s.turns for s in samples) / count,
         "max_turns_per_sample": max(s.turns for s in samples),
-        "natural_termination_rate": mean([s.done for s in samples]),
-        "truncation_rate": mean([s.truncated for s in samples]),
-        "max_turns_reached_rate": mean([s.max_turns_reached for s in samples]),
-        "mean_total_tokens_per_sample": mean([s.assistant_tokens + s.env_tokens for s in samples]),
-        "mean_gen_tokens_per_sample": mean([s.assistant_tokens for s in samples]),
+        "natural_termination_rate": sum(s.done for s in samples) / count,
+        "truncation_rate": sum(s.truncated for s in samples) / count,
+        "max_turns_reached_rate": sum(s.max_turns_reached for s in samples) / count,
+        "mean_total_tokens_per_sample": sum(s.assistant_tokens + s.env_tokens for s in samples) / count,
+        "mean_gen_tokens_per_sample": sum(s.assistant_tokens for s in samples) / count,
         "max_gen_tokens_per_sample": max(s.assistant_tokens for s in samples),
-        "mean_env_tokens_per_sample": mean([s.env_tokens for s in samples]),
+        "mean_env_tokens_per_sample": sum(s.env_tokens for s in samples) / count,
         "total_generated_tokens": sum(s.assistant_tokens for s in samples),
     }
 
@@ -123,13 +120,11 @@ class RoundMetrics:
 
     def pop(self) -> dict[str, float]:
         """Return the combined metrics of the rounds since the last call: NeMo RL's rollout metrics, `accuracy` (mean
-        raw reward), `groups/*`, and `zero_std_groups` (the number of groups of two or more whose raw rewards are all
-        equal)."""
+        raw reward), and the metrics of the groups' raw rewards."""
         metrics = combine_rollout_metrics(self._rounds)
         if self._rewards:
             groups = rewards_by_group(self._rewards, self._groups)
             metrics |= group_reward_metrics(groups)
-            metrics["zero_std_groups"] = sum(map(is_equal, groups))
             metrics["accuracy"] = sum(self._rewards) / len(self._rewards)
         self._rounds, self._rewards, self._groups = [], [], []
         return metrics
@@ -146,25 +141,21 @@ def rewards_by_group(rewards: Iterable[float], group_ids: Iterable[int]) -> list
     return list(groups.values())
 
 
-def is_equal(group: list[float]) -> bool:
-    """Return whether a group has two or more rewards that are all equal."""
-    return len(group) > 1 and min(group) == max(group)
-
-
 def group_reward_metrics(groups: list[list[float]]) -> dict[str, float]:
     """Return metrics of the prompt groups that give no gradient because all their rewards are equal. `groups` holds the
     rewards of each group, from `rewards_by_group`.
 
-    `groups/num` is the number of groups. The others are percentages of the groups of two or more, and are omitted if
+    `groups/num` is the number of groups, and `zero_std_groups` (NeMo RL's name) that of the groups of two or more whose
+    rewards are all equal. The others are percentages of the groups of two or more, and are omitted if
     there are none: `groups/pct_mixed` (rewards that differ), `groups/pct_equal` (equal rewards),
     `groups/pct_equal_best` (all rewards equal the highest of the batch) and `groups/pct_equal_worst` (all equal the
     lowest). If all rewards of the batch are equal, a reward of 1 or more counts as best, and a smaller one as worst."""
-    number = {"groups/num": float(len(groups))}
     compared = [group for group in groups if len(group) > 1]
+    equal = [group[0] for group in compared if min(group) == max(group)]
+    number = {"groups/num": float(len(groups)), "zero_std_groups": len(equal)}
     if not compared:
         return number
     low, high = min(map(min, groups)), max(map(max, groups))
-    equal = [group[0] for group in compared if is_equal(group)]
     best = sum(value == high and (high > low or value >= 1.0) for value in equal)
     worst = sum(value == low and (high > low or value < 1.0) for value in equal)
     share = 100.0 / len(compared)

@@ -16,7 +16,7 @@ def test_performance_metrics_match_hand_computed_values():
 
 
 def test_shares_of_groups_with_equal_and_mixed_rewards_exclude_groups_of_one_sample():
-    assert group_reward_metrics([[1], [0], [0]]) == {"groups/num": 3.0}
+    assert group_reward_metrics([[1], [0], [0]]) == {"groups/num": 3.0, "zero_std_groups": 0}
     metrics = group_reward_metrics([[1, 1], [0], [0]])
     assert metrics["groups/num"] == 3.0 and metrics["groups/pct_equal"] == 100.0 and metrics["groups/pct_mixed"] == 0.0
 
@@ -39,7 +39,7 @@ def test_group_reward_metrics_match_hand_computed_values():
     assert groups == [[1, 1], [0, 0], [1, 0], [0.5, 0.5]]
     assert group_reward_metrics(groups) == {
         "groups/num": 4.0, "groups/pct_equal": 75.0, "groups/pct_equal_best": 25.0, "groups/pct_equal_worst": 25.0,
-        "groups/pct_mixed": 25.0,
+        "groups/pct_mixed": 25.0, "zero_std_groups": 3,
     }  # fmt: skip
 
 

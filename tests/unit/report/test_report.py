@@ -81,7 +81,7 @@ def run(tmp_path_factory):
 
 def test_report_page_has_all_sections_and_loads_no_other_file(run):
     writer = ReportWriter(run, total_steps=60, title="exp_001")
-    writer.finish()
+    writer.update("finished", force=True)
     checker = check(writer.path.read_text())
     text = " ".join(checker.text)
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
@@ -136,13 +136,13 @@ def test_report_replaces_lone_surrogates_in_text_and_folder_names(tmp_path, caps
     samples = unpacked(check(writer.path.read_text(encoding="utf-8")).scripts["data-samples"])
     assert samples[0]["groups"][0]["truth"] == "?"
     monkeypatch.setattr("nemo_rl_cpp.report.page.render", lambda *args: float("no number"))
-    writer.finish("finished")
+    writer.update("finished", force=True)
     assert "could not be written: could not convert" in capsys.readouterr().err
 
 
 def test_report_is_written_before_the_first_step(tmp_path):
     writer = ReportWriter(tmp_path, total_steps=10)
-    writer.start()
+    writer.update("running", force=True)
     text = " ".join(check(writer.path.read_text()).text)
     assert "No step has finished yet." in text and "running" in text
 
@@ -158,7 +158,7 @@ def test_report_is_rewritten_at_limited_rate_and_reads_a_shortened_log_again(tmp
     writer.update(force=True)
     assert "2 steps done, reward 0.250 → 0.750 (best 0.750)." in writer.path.read_text()
     metrics.write_text('{"step": 1, "train/reward": 0.25}\n')
-    writer.finish("interrupted", "Stopped by Ctrl-C.")
+    writer.update("interrupted", "Stopped by Ctrl-C.", force=True)
     page = writer.path.read_text()
     assert "1 step done, reward 0.250. Stopped by Ctrl-C." in page and 'data-status="interrupted"' in page
 
@@ -175,7 +175,7 @@ def test_report_that_cannot_be_written_is_reported_once_and_does_not_end_the_run
 
 @pytest.mark.slow
 def test_report_command_recreates_the_report_from_the_log_folder(run, capsys):
-    ReportWriter(run, total_steps=60, title="first").finish()
+    ReportWriter(run, total_steps=60, title="first").update("finished", force=True)
     before = (run / "report.html").read_text()
     (run / "report.html").unlink()
     assert report([str(run)]) == 0 and capsys.readouterr().out.strip() == str(run / "report.html")
@@ -249,6 +249,6 @@ def test_report_lists_the_configuration_keys_that_the_user_set_and_their_origin(
         ("grpo.max_num_steps", 9, "my.yaml:3"), ("grpo.seed", 7, "command line"),
         ("policy.precision", "float32", "argument precision"),
     ]  # fmt: skip
-    ReportWriter(tmp_path, config).start()
+    ReportWriter(tmp_path, config).update("running", force=True)
     page = " ".join(check(ReportWriter(tmp_path).path.read_text()).text)
     assert "my.yaml:3" in page and "command line" in page and "argument precision" in page

@@ -279,17 +279,13 @@ class ClippedPGLossFn:
         """Return (loss, metrics), differentiable in `next_token_logprobs` [B, S-1] and
         `data["curr_logprobs_unfiltered"]`. The three counts, by which the loss is divided, are those of valid samples,
         of valid tokens, and of valid tokens of samples with a positive reward, in the whole global batch."""
-        x = _floating(next_token_logprobs)
+        x = ops.floating(next_token_logprobs)
         result = self.native(x, data, global_valid_seqs, global_valid_toks, global_valid_positive_toks)
         inputs, grads = [x], [result.grad_logprobs]
         if result.grad_unfiltered is not None:
             inputs.append(data["curr_logprobs_unfiltered"])
             grads.append(result.grad_unfiltered)
         return NativeGradient.apply(result.loss, *inputs, *grads), result.metrics
-
-
-def _floating(values: Tensor) -> Tensor:
-    return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 class MseValueLossFn:
@@ -321,7 +317,7 @@ class MseValueLossFn:
     def __call__(
         self, logits: Tensor, data: Mapping[str, Tensor], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        values = _floating(logits.squeeze(-1) if logits.ndim > 2 and logits.shape[-1] == 1 else logits)
+        values = ops.floating(logits.squeeze(-1) if logits.ndim > 2 and logits.shape[-1] == 1 else logits)
         result = self.native(values, data, global_valid_seqs, global_valid_toks)
         return NativeGradient.apply(result.loss, values, result.grad_values), result.metrics
 

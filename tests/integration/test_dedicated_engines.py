@@ -77,9 +77,13 @@ def test_each_response_records_the_version_of_the_weights_that_generated_it(tmp_
         ids = torch.arange(12) % 5
         prompts = RaggedBatch(offsets_of(torch.tensor([4, 3, 5])), {"input_ids": ids}, {})
         with pytest.raises(RuntimeError, match="no weights before the first sync_weights"):
-            run.generation.generate(prompts.copy())
+            run.collector.generation.generate(prompts.copy())
         for step in (0, 5):
             run.state.total_steps = step
             run.collector.refit.mark_stale()
             run.collector.refit.sync_weights()
-            assert run.generation.generate(prompts.copy()).weight_version == step == run.generation.weight_version
+            assert (
+                run.collector.generation.generate(prompts.copy()).weight_version
+                == step
+                == run.collector.generation.weight_version
+            )

@@ -43,7 +43,7 @@ from nemo_rl_cpp.metrics.timer import TimeoutChecker, Timer
 from nemo_rl_cpp.models.budget import within_budget
 from nemo_rl_cpp.models.generation.interfaces import end_engine
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import check_vllm
-from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface, TrainedModelInterface
+from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainedModelInterface
 from nemo_rl_cpp.report import ReportWriter
 from nemo_rl_cpp.report.findings import Alerts
 from nemo_rl_cpp.report.progress import Progress
@@ -85,10 +85,6 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
     after_step: list[Hook] = field(
         default_factory=list
     )  # called after each step, in this order (`algorithms/hooks.py`)
-
-    @property
-    def generation(self) -> GenerationInterface:
-        return self.collector.generation
 
     @property
     def models(self) -> dict[str, TrainedModelInterface]:

@@ -307,5 +307,12 @@ def _train(
     with build_run(config, data=data, callbacks=callbacks) as run:
         run.train()
     return TrainResult(
-        run.history, run.validations, run.policy, run.tokenizer, config, run.log_dir, run.generation, run.state.step
+        run.history,
+        run.validations,
+        run.policy,
+        run.tokenizer,
+        config,
+        run.log_dir,
+        run.collector.generation,
+        run.state.step,
     )

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_rl_cpp.config.master import EvalConfig, EvalMasterConfig
-from nemo_rl_cpp.files.durable import write_atomic
+from nemo_rl_cpp.files.durable import writable, write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.report.compare import Comparison, different_folders, differing_keys
 from nemo_rl_cpp.report.page import duration
-from nemo_rl_cpp.report.samples import printable, writable
+from nemo_rl_cpp.report.samples import printable
 
 
 def pass_at_k(num_tests: int, num_correct: int, k: int) -> float:

@@ -83,6 +83,11 @@ def write_atomic(path: Path, text: str, durable: bool = True) -> None:
         fsync_path(path.parent)
 
 
+def writable(text: str) -> str:
+    """Return the text with lone surrogates, which UTF-8 cannot encode, replaced by `?`."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
     """Sync every file and folder under `root` to disk, then write and return its manifest: sizes and SHA-256 of all
     files.

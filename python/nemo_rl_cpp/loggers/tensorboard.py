@@ -16,7 +16,7 @@ from tensorboardX.summary import make_histogram, text
 from nemo_rl_cpp.config.access import to_plain
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.logger import TensorboardConfig
-from nemo_rl_cpp.files.durable import fsync_path
+from nemo_rl_cpp.files.durable import fsync_path, writable
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.interface import LoggerInterface, Metrics, flatten_dict, prefixed, scalar_of
 
@@ -68,7 +68,7 @@ class TensorboardLogger(LoggerInterface):
             number = scalar_of(value)
             if number is not None and not isinstance(number, str):
                 number = float(number) if not np.isfinite(number) else min(max(float(number), -limit), limit)
-                scalar = Summary.Value(tag=_tag(name), simple_value=number)
+                scalar = Summary.Value(tag=writable(name), simple_value=number)
                 self._append(step=step, summary=Summary(value=[scalar]))
             # strings, such as digests, are in metrics.jsonl only
             elif name not in self._skipped and not isinstance(value, str):
@@ -85,7 +85,7 @@ class TensorboardLogger(LoggerInterface):
         values = np.asarray(to_plain(histogram), dtype=np.float64).ravel()
         values = values[np.isfinite(values)]
         if values.size:
-            bars = Summary.Value(tag=_tag(name), histo=make_histogram(values, 30))
+            bars = Summary.Value(tag=writable(name), histo=make_histogram(values, 30))
             self._append(step=step, summary=Summary(value=[bars]))
 
     def flush(self) -> None:
@@ -101,10 +101,6 @@ class TensorboardLogger(LoggerInterface):
         for path in Path(self.log_dir).glob(f"{PATTERN}{self._run}"):
             truncate_events(path, step)
         self._open()
-
-
-def _tag(name: str) -> str:
-    return name.encode(errors="replace").decode()  # a lone surrogate becomes a question mark
 
 
 def truncate_events(path: Path, step: int | None) -> None:

@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 from nemo_rl_cpp.config.access import to_json, to_plain, written
 from nemo_rl_cpp.config.loader import config_folders
 from nemo_rl_cpp.config.master import MasterConfig
-from nemo_rl_cpp.files.durable import json_object, write_atomic
+from nemo_rl_cpp.files.durable import json_object, writable, write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain, dump_yaml
 from nemo_rl_cpp.loggers.folders import HYPERPARAMS, METRICS
 from nemo_rl_cpp.report.findings import Finding, find
@@ -30,7 +30,7 @@ from nemo_rl_cpp.report.history import (
     panels_of,
     validation_word,
 )
-from nemo_rl_cpp.report.samples import SampleBook, TokenBytes, writable
+from nemo_rl_cpp.report.samples import SampleBook, TokenBytes
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("base", "chart", "export", "metrics", "samples", "page")

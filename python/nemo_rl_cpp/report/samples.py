@@ -267,11 +267,6 @@ def clip(text: str) -> str:
     return f"{text[: MAX_CHARS - end]}\n[... {len(text) - MAX_CHARS} characters left out ...]\n{text[-end:]}"
 
 
-def writable(text: str) -> str:
-    """Return the text with lone surrogates, which UTF-8 cannot encode, replaced by `?`."""
-    return text.encode("utf-8", "replace").decode()
-
-
 def printable(text: str) -> str:
     """Return the text for a terminal, with control characters and lone surrogates escaped, as in `\\x1b`. Zero-width
     joiners are kept, because emoji and some scripts need them."""

@@ -135,6 +135,7 @@ class EngineThread:
         self._version, self._open, self._ends = version, is_open, False
         self._drop_running: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self.is_alive = self._thread.is_alive
         self._thread.start()
 
     # ---- from any thread
@@ -175,16 +176,12 @@ class EngineThread:
                     "the weights changed before the answer was complete, and the time for that is over: ask again"
                 )
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: not (self._running and self.is_alive), self.step_seconds)
+                self._changed.wait_for(lambda: not (self._running and self.is_alive()), self.step_seconds)
             if self._running:
-                why = f"made no step within {self.step_seconds:g} s" if self.is_alive else "has ended"
+                why = f"made no step within {self.step_seconds:g} s" if self.is_alive() else "has ended"
                 raise RuntimeError(f"the server's engine {why}: its requests cannot be ended before the weights change")
             if self._engine is not None:
                 self._engine.release_cache()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
 
     def shut_down(self, patience: float = 10.0) -> None:
         """End the thread, wait at most `patience` seconds for it, and fail its requests. Further calls do nothing."""

@@ -75,7 +75,6 @@ class HttpServer:
         with self._listener:
             asyncio.run(self._server.serve(sockets=[self._listener]))
 
-    @property
     def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
@@ -91,9 +90,7 @@ class HttpServer:
 class Engine(Protocol):
     """The interface of the thread that computes the responses of a server."""
 
-    @property
     def is_alive(self) -> bool: ...
-
     def shut_down(self) -> None: ...
 
 
@@ -117,7 +114,7 @@ def wait_for_end(ended: threading.Event, server: HttpServer, engine: Engine, eve
     the server's or the engine's thread has died."""
     while not ended.wait(every):
         for name, thread in (("HTTP server", server), ("engine", engine)):
-            if not thread.is_alive:
+            if not thread.is_alive():
                 raise RuntimeError(f"the {name} has ended by itself; its last words are above: start the server again")
 
 

@@ -51,7 +51,7 @@ class Routes:
     # ---- the service
 
     async def health(self, request: Request) -> Response:
-        alive = self.service.worker.is_alive
+        alive = self.service.worker.is_alive()
         return JSONResponse({"status": "ok" if alive else "failed"}, 200 if alive else 500)
 
     async def capabilities(self, request: Request) -> Response:

@@ -68,17 +68,13 @@ class Store:
         that sets the folder, for error messages."""
         self.root = root
         make_folder(root, key)
-        self._lock = FolderLock(root, key)
+        self.close = FolderLock(root, key).close  # unlocks the folder
         for left in root.glob("*/*/.*"):
             kind, _, name = left.name.partition("-")
             if kind == _OLD and not left.with_name(name).exists():
                 rename(left, left.with_name(name))
             else:
                 shutil.rmtree(left, ignore_errors=True)
-
-    def close(self) -> None:
-        """Unlock the folder."""
-        self._lock.close()
 
     def folder(self, place: Place) -> Path:
         return self.root / place.run / place.kind / place.name

@@ -151,6 +151,7 @@ class Worker:
         self._ends = False
         self._thread = threading.Thread(target=self._work, name="models", daemon=True)
         self._thread.start()
+        self.is_alive = self._thread.is_alive
 
     # ---- from any thread
 
@@ -217,10 +218,6 @@ class Worker:
             self._ends = True
             self._changed.notify_all()
         self._thread.join(10.0)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
 
     def _enqueue(self, job: Job) -> Future:
         if self._ends:

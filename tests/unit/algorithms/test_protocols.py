@@ -92,10 +92,10 @@ def asked(tmp_path_factory):
 def watch(run, names):
     """Puts recorders before what is made while a run is built."""
     collector = run.collector
-    collector.generation = Recorder(run.generation, names[GenerationInterface])
-    collector.roll_out = partial(collector.roll_out.func, run.generation, **collector.roll_out.keywords)
-    collector.refit._generation = run.generation
-    run.resources.callback(end_engine, run.generation)
+    collector.generation = Recorder(collector.generation, names[GenerationInterface])
+    collector.roll_out = partial(collector.roll_out.func, collector.generation, **collector.roll_out.keywords)
+    collector.refit._generation = collector.generation
+    run.resources.callback(end_engine, collector.generation)
     collector.refit = Recorder(collector.refit, names[WeightSynchronizer])
     if "value" in run.models:
         run.critic.model = Recorder(run.critic.model, names[ValueInterface])

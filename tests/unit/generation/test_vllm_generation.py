@@ -243,7 +243,7 @@ def test_grpo_run_trains_with_a_vllm_server_that_it_started(kind, interpreter, t
         assert not run.policy.skips_prev_logprobs
         before = run.policy.weight_digest()
         run.train()
-        engine, began = run.generation, time.monotonic()
+        engine, began = run.collector.generation, time.monotonic()
         os.kill(engine.server.pid, signal.SIGKILL)
         with pytest.raises(WorkerLostError, match="was ended by SIGKILL"):
             engine.generate(prompts())

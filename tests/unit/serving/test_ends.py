@@ -41,12 +41,12 @@ def test_closing_a_serving_engine_whose_step_hangs_is_an_error():
         engine.close(0.01)
     stuck.go.set()
     engine.shut_down()
-    assert not engine.is_alive
+    assert not engine.is_alive()
 
 
 @pytest.mark.parametrize("broken", ["HTTP server", "engine"])
 def test_serve_command_ends_with_an_error_if_the_server_or_engine_thread_ends(broken):
-    server, engine = (SimpleNamespace(is_alive=name != broken) for name in ("HTTP server", "engine"))
+    server, engine = (SimpleNamespace(is_alive=lambda name=name: name != broken) for name in ("HTTP server", "engine"))
     with pytest.raises(RuntimeError, match=f"the {broken} has ended"):
         wait_for_end(threading.Event(), server, engine, every=0.001)
     ended = threading.Event()
@@ -65,5 +65,5 @@ def test_failed_server_start_stops_the_engine_and_closes_the_socket(monkeypatch)
     monkeypatch.setattr("nemo_rl_cpp.serving.http_server.HttpServer.start", pytest.fail)
     with pytest.raises(pytest.fail.Exception):
         attach.serve_policy(None, inner, config, lambda: 0, 1, listener)
-    assert not engine.is_alive and listener.fileno() == -1
+    assert not engine.is_alive() and listener.fileno() == -1
     assert attach.listener_of(PolicyConfig(model_name="tiny-random")) is None

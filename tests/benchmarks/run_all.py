@@ -44,7 +44,7 @@ RUNS = {
     "vllm_gemma3": "generation_engines --shape gemma3 --prompts distinct --rounds 2 --peers vllm llama_cpp",
     "grpo_step": "grpo_step --steps 4 --rounds 3",
     "lm_head": "lm_head --repeats 3",
-    "lora": "lora --rounds 9",
+    "lora": "training_step --rounds 9 --precision bfloat16 --sides ours lora apart q8_0 q4_0 nf4",
     "adapters": "adapters",
     "refit": "refit --repeats 15",
     "refit_delta": "refit --changed 0.01 0.1 0.3",

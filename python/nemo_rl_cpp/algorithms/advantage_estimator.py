@@ -25,18 +25,6 @@ from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.dotted_names import PythonObjectRef, import_object, is_dotted
 
 
-def calculate_baseline_and_std_per_prompt(
-    prompts: Tensor, rewards: Tensor, valid_mask: Tensor, leave_one_out_baseline: bool = True,
-    std_rewards: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (baseline, std), both [B], from `ops.group_baseline` (NeMo RL's name and arguments). Samples with equal
-    rows of `prompts` [B, L] form a group."""
-    groups = ops.group_ids_from_prompts(prompts)
-    return tuple(ops.group_baseline(
-        rewards, groups, valid_mask=valid_mask, leave_one_out=leave_one_out_baseline, std_rewards=std_rewards
-    ))  # fmt: skip
-
-
 def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:
     return ops.group_ids_from_prompts(prompt_ids) if group_id is None else torch.as_tensor(group_id)
 

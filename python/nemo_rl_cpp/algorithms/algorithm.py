@@ -42,12 +42,7 @@ class NoEngine:
     """A placeholder for the generation engine in a run that generates nothing, such as supervised fine-tuning."""
 
     owns_process = False
-
-    def prepare_for_generation(self) -> bool:
-        return True
-
-    def finish_generation(self) -> bool:
-        return True
+    prepare_for_generation = finish_generation = staticmethod(lambda: True)
 
 
 class NoRefit(WeightSynchronizer):

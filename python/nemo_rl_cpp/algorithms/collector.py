@@ -20,7 +20,7 @@ import torch
 
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.train_state import TrainState
-from nemo_rl_cpp.data.interfaces import LLMMessageLogType, tokens_of
+from nemo_rl_cpp.data.interfaces import tokens_of
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.files.plain_state import check_state
 from nemo_rl_cpp.metrics.timer import Timer
@@ -125,7 +125,11 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
                 rollouts = Rollouts(finished.data)
                 rollouts.raw_reward = rollouts.total_reward.clone()
                 metrics |= self.change_rewards(rollouts)
-                rollouts.weight_version = oldest_versions(rollouts.message_log, weight_version)
+                of_tokens = [
+                    [m["token_versions"] for m in log if "token_versions" in m] for log in rollouts.message_log
+                ]
+                oldest = [min((int(v.min()) for v in of if len(v)), default=weight_version) for of in of_tokens]
+                rollouts.weight_version = torch.tensor(oldest)
                 if self.pause is not None:
                     metrics |= version_metrics(rollouts.message_log, weight_version)
                 metrics["total_rollout_tokens"] = sum(map(tokens_of, rollouts.message_log))
@@ -153,13 +157,6 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
         print(f"{len(batches)} batches that the checkpoint kept for later steps are left out: {why}.")
         for _ in range(sum(saved["finished_epochs"] for saved in batches)):
             self.state.next_epoch()
-
-
-def oldest_versions(logs: list[LLMMessageLogType], version: int) -> torch.Tensor:
-    """Return int64 [B]: for each conversation, the oldest version of the weights that sampled one of its tokens. For a
-    conversation whose messages record no version, this is `version`."""
-    of_messages = [[int(m["token_versions"].min()) for m in log if len(m.get("token_versions", ()))] for log in logs]
-    return torch.tensor([min(versions, default=version) for versions in of_messages])
 
 
 class SyncCollector(RolloutCollector):

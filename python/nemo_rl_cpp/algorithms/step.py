@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms import step_metrics
-from nemo_rl_cpp.algorithms.advantage_estimator import calculate_baseline_and_std_per_prompt
 from nemo_rl_cpp.algorithms.collector import Collected
 from nemo_rl_cpp.algorithms.hooks import StepResult
 from nemo_rl_cpp.algorithms.loss import LossFunction
@@ -105,16 +105,14 @@ def step_result(run: TrainingRun, collected: Collected, batch: TrainBatch, metri
     """Return everything that is logged for a step, except its durations. If the algorithm has no rewards, omit the
     metrics of rewards."""
     samples, has_rewards = collected.samples, run.algorithm.has_rewards
-    baseline, _ = calculate_baseline_and_std_per_prompt(
-        batch.group_id[:, None], batch.rewards, torch.ones_like(batch.rewards), run.config.loop.leave_one_out
-    )
+    of_groups = ops.group_baseline(batch.rewards, batch.group_id, leave_one_out=run.config.loop.leave_one_out)
     stale = {"stale_samples": metrics["stale_samples"]}  # relative to the trained weights, unlike the sampler's count
     logged = metrics | collected.rollout_metrics | step_metrics.batch_metrics(samples, batch)
-    logged |= step_metrics.baseline_metrics(baseline) | collected.sampler_metrics | stale
+    logged |= step_metrics.baseline_metrics(of_groups.baseline) | collected.sampler_metrics | stale
     histograms = {}
     if has_rewards:
         names = [name for name in ("advantages", "values", "returns") if name in batch]
-        histograms = {"baseline_reward": baseline.tolist()}
+        histograms = {"baseline_reward": of_groups.baseline.tolist()}
         histograms |= {name: batch.tokens[name][batch.is_valid].tolist() for name in names}
     return StepResult(
         state=run.state,

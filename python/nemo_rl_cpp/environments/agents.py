@@ -31,11 +31,9 @@ class AgentTask:
     base_url = property(lambda self: self.address.base_url, doc="The base URL for an OpenAI client.")
     api_key = property(lambda self: self.address.api_key, doc="The API key for an OpenAI client.")
     model = property(lambda self: self.address.model, doc="The policy's model name.")
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """The headers that every request of this rollout must send."""
-        return {self.address.header: self.key}
+    headers = property(
+        lambda self: {self.address.header: self.key}, doc="The headers that every request of this rollout must send."
+    )
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from nemo_rl_cpp.config.env import VerifierPoolConfig
+from nemo_rl_cpp.distributed.worker import worker_environment
 from nemo_rl_cpp.environments.verifier_process import Reply, Request
 
 _START_SECONDS = 300.0
@@ -39,12 +40,11 @@ class WorkerProcess:
         self._connection, theirs = multiprocessing.Pipe()
         with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         with theirs:  # the worker's standard input is a pipe that closes when this process ends
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "nemo_rl_cpp.environments.verifier_process", target, json.dumps(options)],
                 stdin=subprocess.PIPE, stdout=theirs.fileno(), stderr=self._errors, start_new_session=True,
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **worker_environment(1)},
             )  # fmt: skip
         self.pid = self._process.pid
         self._ready = False

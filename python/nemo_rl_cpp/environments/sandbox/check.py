@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+from nemo_rl_cpp.distributed.worker import worker_environment
 from nemo_rl_cpp.environments.sandbox.run import Limits, SandboxUnavailableError, run_program
 
 _PROBE = """
@@ -68,10 +69,9 @@ def missing_protections() -> list[str]:
 
 def require_sandbox() -> None:
     """Raise SandboxUnavailableError if a protection is missing. The check runs in a new, single-threaded process."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     asked = subprocess.run(
         [sys.executable, "-P", "-m", "nemo_rl_cpp.environments.sandbox.check"],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=120, env={**os.environ, **worker_environment(1)}, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     if asked.returncode != 0:
         raise SandboxUnavailableError((asked.stdout or asked.stderr).strip()[-2000:])

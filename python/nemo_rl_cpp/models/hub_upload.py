@@ -8,6 +8,8 @@ from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import huggingface_hub  # loads its parts when they are first used
+
 from nemo_rl_cpp import __version__
 from nemo_rl_cpp.argument_checks import folder_path, in_a_line
 from nemo_rl_cpp.config.checkpointing import repository_name
@@ -57,11 +59,9 @@ def push_to_hub(
         raise ValueError(f"private = {in_a_line(private)}: expected True or False")
     weights = _model_folder(folder)
     if client is None:
-        from huggingface_hub import HfApi
-
         if token is None and not can_push():
             raise UploadError(f"nothing was uploaded, since this machine has no token of the hub: {LOG_IN}")
-        client = HfApi(token=token)
+        client = huggingface_hub.HfApi(token=token)
     name = weights.parent.parent.name if weights.name == "weights" else weights.name
     try:
         made = client.create_repo(repository, private=private, exist_ok=True, repo_type="model")
@@ -84,9 +84,7 @@ def push_to_hub(
 
 def can_push() -> bool:
     """Return whether a Hub token is stored on this machine or set in the environment."""
-    from huggingface_hub import get_token
-
-    return get_token() is not None
+    return huggingface_hub.get_token() is not None
 
 
 def _model_folder(folder: str | Path) -> Path:

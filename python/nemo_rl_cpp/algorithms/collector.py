@@ -20,13 +20,13 @@ import torch
 
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.train_state import TrainState
-from nemo_rl_cpp.data.interfaces import tokens_of
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType, tokens_of
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.files.plain_state import check_state
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.generation.interfaces import GenerationInterface, Pause, WeightChange, finished_on_error
 from nemo_rl_cpp.rollouts.batches import DatumBatch, Rollouts
-from nemo_rl_cpp.rollouts.rollout_metrics import RoundMetrics, version_metrics
+from nemo_rl_cpp.rollouts.rollout_metrics import Round, round_metrics, version_metrics
 from nemo_rl_cpp.rollouts.rollouts import PromptSource
 from nemo_rl_cpp.weight_sync import WeightSynchronizer
 
@@ -73,7 +73,6 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
     # for in-flight weight updates (`AsyncCollector`): the point at which generation of a batch waits for new weights.
     # None: one version of the weights generates the whole batch.
     pause: Pause | None = None
-    _rounds: RoundMetrics = field(default_factory=RoundMetrics, init=False)
 
     @abstractmethod
     def collect(self, timer: Timer) -> Collected:
@@ -112,6 +111,7 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
         Add to the rollouts `raw_reward` float32 [B], the reward that the environments returned, and `weight_version`
         int64 [B]: the argument `weight_version`, or with in-flight weight updates the oldest version of the weights
         that sampled any token of the row."""
+        rounds: list[Round] = []
         while not self.sampler.full:
             prompts = self.prompts.next()
             with timer("generation"):
@@ -125,22 +125,18 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
                 rollouts = Rollouts(finished.data)
                 rollouts.raw_reward = rollouts.total_reward.clone()
                 metrics |= self.change_rewards(rollouts)
-                of_tokens = [
-                    [m["token_versions"] for m in log if "token_versions" in m] for log in rollouts.message_log
-                ]
-                oldest = [min((int(v.min()) for v in of if len(v)), default=weight_version) for of in of_tokens]
-                rollouts.weight_version = torch.tensor(oldest)
+                rollouts.weight_version = oldest_versions(rollouts.message_log, weight_version)
                 if self.pause is not None:
                     metrics |= version_metrics(rollouts.message_log, weight_version)
                 metrics["total_rollout_tokens"] = sum(map(tokens_of, rollouts.message_log))
-                self._rounds.add(rollouts, metrics)
+                rounds.append((metrics, rollouts.raw_reward.tolist(), rollouts.group_id.tolist()))
             with timer("reward_calculation"):
                 rollouts = self.shape_rewards(rollouts)
             with timer("dynamic_sampling"):
                 self.sampler.add(rollouts)  # raises an error after the allowed number of rounds
         samples = self.sampler.take(weight_version)
-        epochs = self.prompts.pop_finished_epochs()
-        return Collected(samples, self._rounds.pop(), self.sampler.metrics, epochs, weight_version)
+        epochs, self.prompts.finished_epochs = self.prompts.finished_epochs, 0
+        return Collected(samples, round_metrics(rounds), self.sampler.metrics, epochs, weight_version)
 
     def _count_failure(self, error: Exception) -> None:
         """Count a failed round of generation or scoring. Raise `error` if no more rounds may fail, or if a retry would
@@ -157,6 +153,13 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
         print(f"{len(batches)} batches that the checkpoint kept for later steps are left out: {why}.")
         for _ in range(sum(saved["finished_epochs"] for saved in batches)):
             self.state.next_epoch()
+
+
+def oldest_versions(logs: list[LLMMessageLogType], version: int) -> torch.Tensor:
+    """Return int64 [B]: for each conversation, the oldest version of the weights that sampled one of its tokens. For a
+    conversation whose messages record no version, this is `version`."""
+    of_messages = [[int(m["token_versions"].min()) for m in log if len(m.get("token_versions", ()))] for log in logs]
+    return torch.tensor([min(versions, default=version) for versions in of_messages])
 
 
 class SyncCollector(RolloutCollector):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
-from nemo_rl_cpp.rollouts.batches import Rollouts
 
 
 @dataclass
@@ -105,29 +104,20 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[
     return combined
 
 
-class RoundMetrics:
-    """The metrics of all rounds of generation in a step, including rollouts that dynamic sampling drops later."""
+Round = tuple[dict[str, float], list[float], list[int]]
+"""A round of generation: its metrics, and each sample's raw reward and group id."""
 
-    def __init__(self) -> None:
-        self._rounds: list[tuple[int, dict[str, float]]] = []
-        self._rewards: list[float] = []
-        self._groups: list[int] = []
 
-    def add(self, rollouts: Rollouts, metrics: dict[str, float]) -> None:
-        self._rounds.append((rollouts.size, metrics))
-        self._rewards += rollouts.raw_reward.tolist()
-        self._groups += rollouts.group_id.tolist()
-
-    def pop(self) -> dict[str, float]:
-        """Return the combined metrics of the rounds since the last call: NeMo RL's rollout metrics, `accuracy` (mean
-        raw reward), and the metrics of the groups' raw rewards."""
-        metrics = combine_rollout_metrics(self._rounds)
-        if self._rewards:
-            groups = rewards_by_group(self._rewards, self._groups)
-            metrics |= group_reward_metrics(groups)
-            metrics["accuracy"] = sum(self._rewards) / len(self._rewards)
-        self._rounds, self._rewards, self._groups = [], [], []
-        return metrics
+def round_metrics(rounds: Sequence[Round]) -> dict[str, float]:
+    """Return the combined metrics of all rounds of generation in a step, including rollouts that dynamic sampling drops
+    later: NeMo RL's rollout metrics, `accuracy` (mean raw reward), and the metrics of the groups' raw rewards."""
+    combined = combine_rollout_metrics([(len(rewards), metrics) for metrics, rewards, _ in rounds])
+    if rounds:
+        rewards = [reward for _, own, _ in rounds for reward in own]
+        groups = [group for _, _, own in rounds for group in own]
+        combined |= group_reward_metrics(rewards_by_group(rewards, groups))
+        combined["accuracy"] = sum(rewards) / len(rewards)
+    return combined
 
 
 # ---- how informative the prompt groups are

@@ -385,7 +385,7 @@ class PromptSource:
     ) -> None:
         self.loader, self.num_generations, self._state = loader, num_generations, state
         self._batches: Iterator[BatchedDataDict] | None = None
-        self._finished_epochs = 0
+        self.finished_epochs = 0  # epochs that ended since a reader set this to 0
 
     def next(self) -> BatchedDataDict:
         """Return the next prompts, each repeated `num_generations` times, with the columns of `repeat_prompts`;
@@ -395,11 +395,6 @@ class PromptSource:
         repeated["group_id"] = repeated["draw_ids"].clone()  # unique in the run: a group may be kept for a later step
         return repeated
 
-    def pop_finished_epochs(self) -> int:
-        """Return the number of epochs that ended since the last call."""
-        epochs, self._finished_epochs = self._finished_epochs, 0
-        return epochs
-
     def _draw(self) -> BatchedDataDict:
         if self._batches is None:
             self._batches = iter(self.loader)
@@ -407,5 +402,5 @@ class PromptSource:
         batch = next(self._batches)
         if getattr(self.loader, "epoch", None) != epoch:
             self._batches = None
-            self._finished_epochs += 1
+            self.finished_epochs += 1
         return batch

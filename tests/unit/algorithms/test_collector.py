@@ -287,11 +287,10 @@ class Runner:
 
 
 class Prompts:
+    finished_epochs = 0
+
     def next(self):
         return BatchedDataDict(message_log=[[{"content": "a prompt", "token_ids": torch.tensor([0])}]])
-
-    def pop_finished_epochs(self):
-        return 0
 
 
 class OneRound:

@@ -43,8 +43,8 @@ def test_prompt_source_counts_an_epoch_as_finished_with_its_last_batch():
     ended = []
     for _ in range(5):
         prompts_of.next()
-        ended.append(prompts_of.pop_finished_epochs())
-    assert ended == [0, 1, 0, 1, 0]
+        ended.append(prompts_of.finished_epochs)
+    assert ended == [0, 1, 1, 2, 2]
 
 
 def test_resumed_prompt_source_continues_with_the_next_rows_and_draw_ids():

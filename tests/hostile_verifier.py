@@ -45,6 +45,6 @@ class HostileVerifier(VerifierBase):
         return float(response == ground_truth), response
 
 
-class NeverStarts(VerifierBase):
+class NeverStarts(HostileVerifier):
     def __init__(self):
         raise FileNotFoundError("the dictionary is missing")

@@ -5,9 +5,10 @@ import io
 import logging
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from importlib import import_module
-from typing import TypedDict
+from typing import ClassVar, TypedDict
 
 ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
 INVALID = "[INVALID]"
@@ -76,7 +77,7 @@ class UnmatchableTruthError(ValueError):
     with."""
 
 
-class VerifierBase:
+class VerifierBase(ABC):
     """The base class of verifiers, which score responses one by one. A response on which `judge` raises an exception
     gets score 0. `unmatchable` counts the responses with score 0 whose ground truth no response can match."""
 
@@ -85,9 +86,9 @@ class VerifierBase:
     # the exceptions that give score 0; a library's timeout may not be an Exception
     caught: tuple[type[BaseException], ...] = (Exception,)
 
+    @abstractmethod
     def judge(self, response: str, ground_truth: str, **kwargs: object) -> Verdict:
         """Return (score, extracted answer or None) for one response."""
-        raise NotImplementedError
 
     def verify(
         self, pred_responses: list[str], ground_truths: list[str], return_extracted_answer: bool = False, **kwargs: object
@@ -238,8 +239,7 @@ class ReasoningGymVerifyWorker(VerifierBase):
     """A verifier that scores responses with reasoning_gym's scorers. `ground_truth` is the question's entry in the data
     set."""
 
-    def __init__(self) -> None:
-        self._scorers: dict[str, Callable[..., float]] = {}
+    _scorers: ClassVar[dict[str, Callable[..., float]]] = {}
 
     def warm_up(self, **kwargs: object) -> None:
         import_module("reasoning_gym")

@@ -1,6 +1,7 @@
 """Generated data sets: arithmetic, reversing digits, reasoning-gym, coding tasks, and a number-guessing game."""
 
 import difflib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ def held_out_count(size: float, rows: int) -> int:
     return size if isinstance(size, int) else max(1, round(size * rows)) if size else 0
 
 
-class GeneratedDataset(RawDataset):
+class GeneratedDataset(RawDataset, ABC):
     """The base class of data sets whose rows a program generates. `split` is "train" or "validation". `val_dataset` has
     `split_validation_size` rows of the validation split; a fraction is relative to the number of training rows."""
 
@@ -44,10 +45,10 @@ class GeneratedDataset(RawDataset):
                 self.rows(True, held_out_count(split_validation_size, len(self.dataset)), seed)
             )
 
+    @abstractmethod
     def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
         """Return `num_samples` generated rows (None: all) of the training split, or of the validation split if
         `held_out`."""
-        raise NotImplementedError
 
     def row(self, prompt: str, answer: str | None, stop: str | None, **extra: object) -> Row:
         row: Row = {"messages": question_and_answer(prompt, answer), "task_name": self.task_name}

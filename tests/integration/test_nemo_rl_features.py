@@ -26,8 +26,9 @@ def test_gdpo_normalises_each_reward_component_separately(tmp_path, monkeypatch)
     batches, add = [], GroupAdvantages.add
 
     def record(self, batch):
-        add(self, batch)
+        metrics = add(self, batch)
         batches.append((batch, batch["advantages"]))
+        return metrics
 
     monkeypatch.setattr(GroupAdvantages, "add", record)
     keys = ("name=gdpo", "reward_weights=[2.0,1.0]", "use_leave_one_out_baseline=false")

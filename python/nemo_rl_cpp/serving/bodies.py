@@ -205,7 +205,7 @@ def read_body(kind: type[Body], data: object) -> Body:
             text = f"{path} is not known here: leave it out, or see docs/serving.md for what there is instead"
         else:
             text = f"{path or 'the body'}: {first['msg']}"
-            text += f", not {first.get('input')!r:.80}" if first["type"] != "missing" else ""
+            text += f", not {first.get('input')!r:.80}" if first["type"] not in ("missing", "too_short") else ""
         raise RequestError(text, param=path or None) from None
 
 

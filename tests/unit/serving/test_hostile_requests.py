@@ -76,6 +76,7 @@ def test_error_for_an_invalid_field_of_a_completion_request_names_it(http, field
     (ChatBody, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]},
      "messages.0.content.1.type: Input should be 'text', not 'image_url'"),
     (ChatBody, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid string, not 5"),
+    (ChatBody, {"messages": []}, "messages: List should have at least 1 item after validation, not 0"),
     (CompletionBody, {"prompt": [3, -1]}, "prompt.1: Input should be greater than or equal to 0, not -1"),
 ])  # fmt: skip
 def test_error_for_a_request_field_of_several_types_names_the_invalid_element(kind, field, said):

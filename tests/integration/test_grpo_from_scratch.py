@@ -87,3 +87,10 @@ def test_engine_sample_with_zero_prompts_or_zero_responses_is_an_error():
         engine.sample([])
     with pytest.raises(ValueError, match="n=0"):
         engine.sample([[4]], n=0)
+
+
+@pytest.mark.parametrize("prompts", [["47="], "47=", [4, 5]])
+def test_engine_sample_with_prompts_that_are_no_lists_of_token_ids_is_an_error(prompts):
+    engine = nemo_rl_cpp.Engine(nemo_rl_cpp.Model("tiny-random"), max_new_tokens=4)
+    with pytest.raises(ValueError, match="a prompt is .*: expected a list of token ids, as model.tokenizer"):
+        engine.sample(prompts)

@@ -96,7 +96,25 @@ def make_component(
         raise LoadingError(
             f"{what} is {described(found)} without {method}: derive its class from {base}, or give a function"
         )
-    return Made(found, lambda **inputs: function(**_taken(function, inputs), **kwargs))
+
+    def call(**inputs: object) -> Any:
+        given = {**_taken(function, inputs), **kwargs}
+        if missing := sorted(_required(function).difference(given)):
+            raise ValueError(
+                f"{what} asks for {', '.join(missing)}, but its inputs are {', '.join([*inputs, *kwargs])}"
+            )
+        return function(**given)
+
+    return Made(found, call)
+
+
+def _required(function: Callable[..., object]) -> set[str]:
+    """Return the names of the parameters of `function` that have no default."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return set()
+    return {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def _taken(function: Callable[..., object], inputs: Mapping[str, object]) -> dict[str, object]:

@@ -36,6 +36,14 @@ from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironmen
 _SECTIONS: dict[str, type[Section]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
 Keys = dict[str, tuple[str, object]]
 """Configuration key -> (name of the argument that sets it, value)."""
+_OF_TRL = {
+    "beta": "loss_fn__reference_policy_kl_penalty", "delta": "loss_fn__ratio_clip_c", "epsilon": "loss_fn__ratio_clip_max",
+    "eval_dataset": "validation", "generation_batch_size": "num_prompts_per_step",
+    "gradient_checkpointing": "policy__dtensor_cfg__activation_checkpointing", "max_completion_length": "max_new_tokens",
+    "max_steps": "num_steps", "num_generations_eval": "val_num_generations_per_prompt", "num_train_epochs": "max_num_epochs",
+    "output_dir": "checkpoint_dir", "peft_config": "lora", "train_dataset": "prompts",
+}  # fmt: skip
+"""Keywords of TRL, to most of which another keyword of ours is more similar -> our keyword of the same meaning."""
 
 
 # ---- further keywords
@@ -68,7 +76,7 @@ def _hint(name: str, algorithm: str, arguments: Collection[str], keys: Collectio
         return f"it is a key of train_{other}"
     if "." in name:
         return f"a key of the configuration is written {name.replace('.', '__')}"
-    if near := nearest(name, arguments, 0.7) or nearest(name, [*arguments, *keys], 0.6):
+    if near := _OF_TRL.get(name) or nearest(name, arguments, 0.7) or nearest(name, [*arguments, *keys], 0.6):
         return f"did you mean {near}?"
     names = "docs/coming-from-trl.md and docs/coming-from-verl.md have the names of TRL and verl"
     own = f"{', '.join(arguments)}, keys of the section {algorithm}, and keys of others as section__key"

@@ -191,7 +191,7 @@ def load(model: str | Path, *, precision: str | None = None, max_length: int | N
         keys["generation.vllm_cfg.max_model_len"] = ("max_length", max_length)
     config = eval_config(keys)
     tokenizer = get_tokenizer(config.tokenizer, section="tokenizer")
-    return LoadedModel(name, folder, precision, tokenizer, config, make_generation(config, tokenizer))
+    return LoadedModel(name, folder, precision, tokenizer, config, make_generation(config, tokenizer, "max_length"))
 
 
 def eval_config(given: Keys) -> EvalMasterConfig:

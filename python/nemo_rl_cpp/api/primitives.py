@@ -77,6 +77,10 @@ class Engine:
         of the prompt."""
         if not len(prompts) or n < 1:
             raise ValueError(f"{len(prompts)} prompts with n={n} answers each: expected at least one of both")
+        if text := next((prompt for prompt in prompts if isinstance(prompt, (str, int))), None):
+            raise ValueError(
+                f"a prompt is {text!r}: expected a list of token ids, as model.tokenizer(text)['input_ids']"
+            )
         group = torch.arange(len(prompts)).repeat_interleave(n)
         asked = [torch.tensor(prompts[i], dtype=torch.int64) for i in group.tolist()]
         lengths = torch.tensor([len(ids) for ids in asked])

@@ -101,9 +101,12 @@ def make_loader(config: MasterConfig, tokenizer: TokenizerType) -> StatefulDataL
     return StatefulDataLoader(dataset, len(dataset) if size == -1 else size)
 
 
-def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngine:
+def make_generation(
+    config: MasterConfig, tokenizer: TokenizerType, length_key: str = "generation.vllm_cfg.max_model_len"
+) -> BaseEngine:
     """Return the generation engine, native or transformers (`generation.backend: hf`), with its own copy of the
-    weights. If the configuration gives no maximum length, the model's number of positions limits it."""
+    weights. If the configuration gives no maximum length, the model's number of positions limits it. `length_key` is
+    the name of the maximum length in the message of an error."""
     if (text := fold_text(config)) is not None:
         say_once("warning", text)
     use_threads(config.cluster)
@@ -112,8 +115,7 @@ def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngin
     if config.generation.backend == "hf":
         return _hf_generation(config, tokenizer, given)
     folder = open_model_folder(
-        find_policy_weights(config.generation.model_name), max_length=given, length_key="generation.vllm_cfg.max_model_len",
-        key="generation.model_name",
+        find_policy_weights(config.generation.model_name), max_length=given, length_key=length_key, key="generation.model_name"
     )  # fmt: skip
     if given is None:
         _limit_length(config, max_positions(folder.config))

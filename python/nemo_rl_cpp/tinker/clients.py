@@ -47,13 +47,15 @@ def _async(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], 
 
 class ServiceClient(AbstractContextManager["ServiceClient"]):
     """A Tinker service in this process: a base model, and the thread that trains its LoRA models and samples from them.
+    The methods that make a client return a future of it.
 
     Args:
         model: a Hugging Face folder, a packaged model, a name on the Hub, a run's checkpoint, or "tiny-random".
         folder: the folder of the checkpoints.
         precision: "float32", "float64" or "bfloat16".
         max_batch_size: the number of responses generated concurrently.
-        cache_gb: size of the KV cache of one sampler, in GB."""
+        cache_gb: size of the KV cache of one sampler, in GB.
+        max_length: the maximum number of tokens of a sequence; None: as many as the model and the KV cache allow."""
 
     def __init__(
         self, model: str, folder: str | Path = "results/tinker", *, precision: str = "bfloat16", max_batch_size: int = 64,

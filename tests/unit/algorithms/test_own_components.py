@@ -87,6 +87,7 @@ def test_custom_loss_is_called_with_the_arguments_in_its_signature():
 
 
 @pytest.mark.parametrize(("given", "words"), [
+    (lambda logprobs, data: 3.0, "asks for logprobs, but its inputs are data, global_valid_seqs, global_valid_toks, next_token_logprobs"),
     (lambda data: 3.0, "must return a scalar tensor, or .scalar tensor, metrics., but returned 3.0"),
     (lambda next_token_logprobs: next_token_logprobs, r"but returned a Tensor of shape \[2, 2\]"),
     (lambda data: torch.tensor(1.0), "does not depend on next_token_logprobs"),

@@ -2,11 +2,13 @@
 reward function that returns what it must not ends the first step with one."""
 
 import re
+from pathlib import Path
 
 import nemo_rl_cpp
 import pytest
 import torch
 from nemo_rl_cpp.api import training
+from nemo_rl_cpp.api.arguments import _OF_TRL
 
 ROWS = [{"prompt": f"{a}{b}=", "answer": f"{a}" * 3} for a in range(10) for b in range(2)]
 SMALL = dict(num_steps=1, num_prompts_per_step=2, num_generations=2, max_new_tokens=3, max_length=16)
@@ -52,6 +54,7 @@ class NoMethod(nemo_rl_cpp.AdvantageEstimator):
 
 WRONG = [
     ({"learnig_rate": 1e-5}, "learnig_rate is unknown; did you mean learning_rate?"),
+    ({"max_completion_length": 8}, "max_completion_length is unknown; did you mean max_new_tokens?"),
     ({"use_dynamic_samplin": True}, "use_dynamic_samplin is unknown; did you mean use_dynamic_sampling?"),
     ({"loss_fn__ratio_clip_mx": 1}, "argument loss_fn__ratio_clip_mx: loss_fn.ratio_clip_mx is unknown; did you mean ratio_clip_max?"),
     ({"dataset": ROWS}, "prompts and dataset are the same thing"),
@@ -133,6 +136,13 @@ def test_invalid_train_ppo_call_is_a_one_line_error_before_training(tmp_path, mo
     with pytest.raises(ValueError) as caught:
         nemo_rl_cpp.train_ppo("tiny-random", ROWS, reward, **SMALL | given, log_dir=tmp_path)
     one_sentence(caught, words)
+
+
+def test_suggestions_for_keywords_of_trl_are_those_of_the_document():
+    rows = (Path(__file__).parents[3] / "docs" / "coming-from-trl.md").read_text().splitlines()
+    for theirs, ours in _OF_TRL.items():
+        row = next(row for row in rows if re.search(rf"`{theirs}\b", row) and row.startswith("|"))
+        assert ours.replace("__", ".") in row, (theirs, ours)
 
 
 async def late(text):

@@ -39,11 +39,11 @@ Keys = dict[str, tuple[str, object]]
 _OF_TRL = {
     "beta": "loss_fn__reference_policy_kl_penalty", "delta": "loss_fn__ratio_clip_c", "epsilon": "loss_fn__ratio_clip_max",
     "eval_dataset": "validation", "generation_batch_size": "num_prompts_per_step",
-    "gradient_checkpointing": "policy__dtensor_cfg__activation_checkpointing", "max_completion_length": "max_new_tokens",
+    "gradient_checkpointing": "policy__dtensor_cfg__activation_checkpointing", "lr": "learning_rate", "max_completion_length": "max_new_tokens",
     "max_steps": "num_steps", "num_generations_eval": "val_num_generations_per_prompt", "num_train_epochs": "max_num_epochs",
     "output_dir": "checkpoint_dir", "peft_config": "lora", "train_dataset": "prompts",
 }  # fmt: skip
-"""Keywords of TRL, to most of which another keyword of ours is more similar -> our keyword of the same meaning."""
+"""Keywords of TRL and others, to which another keyword of ours may be more similar -> ours of the same meaning."""
 
 
 # ---- further keywords

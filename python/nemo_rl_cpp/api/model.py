@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nemo_rl_cpp.api.arguments import Prompt, prompt_message
-from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line, model_name, stop_texts, whole_number
+from nemo_rl_cpp.argument_checks import described, did_you_mean, in_a_line, model_name, stop_texts, whole_number
 from nemo_rl_cpp.config import load_eval_config
 from nemo_rl_cpp.data.conversation import prompts_of
 from nemo_rl_cpp.data.tokenizer import get_tokenizer
@@ -92,6 +92,8 @@ class TextWriter:
         message, `history` the earlier messages ({"role", "content"}). `options` are those of `generate` except n."""
         if "n" in options:
             raise ValueError("chat gives one answer and takes no n: use generate, which takes conversations")
+        if not isinstance(message, str):
+            raise ValueError(f"message is {described(message)}: give a text, or call generate with the conversation")
         first = [{"role": "system", "content": system}] if system is not None else []
         (answer,) = self.generate([[*first, *history, {"role": "user", "content": message}]], **options)
         return str(answer)

@@ -136,7 +136,7 @@ def test_error_for_a_custom_component_whose_constructor_fails_names_it(overrides
 
 
 def test_error_for_a_custom_estimator_argument_that_the_run_lacks_names_the_argument():
-    with pytest.raises(TypeError, match=r"to_go\(\) missing 1 required positional argument: 'values'"):
+    with pytest.raises(ValueError, match="to_go asks for values, but its inputs are prompt_ids, rewards, mask"):
         advantages(estimator(to_go))
 
 

@@ -79,6 +79,8 @@ def test_invalid_generation_options_are_rejected(model, options, words):
 def test_chat_rejects_a_request_for_several_responses(model):
     with pytest.raises(ValueError, match="^chat gives one answer and takes no n: use generate"):
         model.chat("12=", n=2)
+    with pytest.raises(ValueError, match="message is .*: give a text, or call generate with the conversation"):
+        model.chat([{"role": "user", "content": "12="}])
 
 
 def test_evaluate_ends_responses_at_the_stop_strings_of_training(result, monkeypatch):

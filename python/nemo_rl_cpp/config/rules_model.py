@@ -192,9 +192,10 @@ def check_resources(config: TrainMasterConfig, report: Report) -> None:
         text = "is false, but cluster.executor is in_process: set it to processes or ray, or this to true"
         report.add(apart, text, "cluster.executor")
     # generation then shares the trainer's devices, and a message says so
-    if not cluster.has_workers or cluster.executor == "auto":
+    if not cluster.has_workers or (cluster.executor == "auto" and (generation.runs_vllm or not cluster.is_split)):
         return
-    _check_shares(config, report)
+    if not cluster.is_split:  # otherwise one process trains and one generates, whatever the resources
+        _check_shares(config, report)
     if (slices := config.policy.tensor_parallel(max(trainers_of(config), 1))) > 1:
         text = f"is {slices}, but separate engines have whole models: set it to 1, or {apart} to true"
         report.add(config.policy.tensor_parallel_key("policy"), text, apart)

@@ -8,6 +8,7 @@ from nemo_rl_cpp.models.memory import forecast, forecast_text
 
 APART = "policy.generation.colocated.enabled=false"
 LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "++policy.dtensor_cfg.lora_cfg.merge=false")
+ASYNC = ("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true")
 RESOURCES = "policy.generation.colocated.resources"
 
 
@@ -42,6 +43,7 @@ def test_workers_not_used_by_separate_engines_are_used_for_training(overrides, t
     ((*workers(2, 2), f"{RESOURCES}.num_nodes=1", f"{RESOURCES}.gpus_per_node=1"), "takes whole nodes"),
     ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", "policy.kept_activations_gb=1"), "keep no activations"),
     ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", *LORA), r"lora_cfg.merge.* is false, but separate engines .* merged weights"),
+    ((*ASYNC, *LORA), r"lora_cfg.merge.* is false, but separate engines .* merged weights"),
     ((*workers(1, 4), f"{RESOURCES}.gpus_per_node=1", "policy.gradient_blocks=4"), "which 3 processes cannot share"),
     ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", "cluster.device=cuda"), "processes runs on the CPU only"),
     ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=0"), "gpus_per_node"),

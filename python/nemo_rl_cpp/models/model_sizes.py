@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from nemo_rl_cpp.hub.sources import ModelFolderError
+from nemo_rl_cpp.hub.sources import ModelFolderError, local_folder
 from nemo_rl_cpp.models.architectures import (
     FULL,
     MAMBA2_SIZES,
@@ -351,13 +351,14 @@ def window_sizes(known: Mapping[str, object]) -> dict[str, int]:
 
 
 def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSizes | None:
-    """Return the sizes of a model, from its folder's config.json and the overrides of it.
+    """Return the sizes of a model on this machine, from its folder's config.json and the overrides of it.
 
     Return None if the folder is missing, or if its file is unreadable or lacks sizes, which other checks report."""
     known: dict[str, object] = {}
-    if (Path(model_name).expanduser() / "config.json").is_file():
+    folder = local_folder(model_name)
+    if folder is not None and (folder / "config.json").is_file():
         try:
-            known = dict(text_section(read_config_file(Path(model_name).expanduser())))
+            known = dict(text_section(read_config_file(folder)))
         except ModelFolderError:
             return None  # the checks of the model report this error
     elif model_name.rpartition("/")[2].lower() == "smollm2-135m-instruct" and (packaged := known_model(model_name)):

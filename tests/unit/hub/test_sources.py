@@ -264,6 +264,14 @@ def test_folder_converted_from_gguf_has_the_original_weights_and_loads_in_transf
     assert ids.tolist()[0][0] == 3 + 94 + 2 and model(ids).logits.isfinite().all()
 
 
+def test_sizes_of_a_gguf_file_are_those_of_its_tensors(small_gguf, tmp_path, monkeypatch):
+    from nemo_rl_cpp.models.model_sizes import model_sizes
+
+    monkeypatch.setenv("NEMO_RL_CPP_CACHE", str(tmp_path))
+    file, expected = small_gguf
+    assert model_sizes(str(file), None).parameters == sum(value.size for value in expected.values())
+
+
 PREPARE = """
     import sys
     from pathlib import Path

@@ -8,6 +8,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _WORDS = re.compile(r"[^\W_]+")
+_SAME = {
+    **dict.fromkeys(("coef", "coeff", "coefficient", "penalty"), "weight"),
+    **dict.fromkeys(("freq", "interval"), "period"),
+    "beta": "kl weight",
+    "dtype": "precision",
+    "eval": "val",
+    "len": "length",
+    "rank": "dim",
+    "seq": "sequence",
+    "temp": "temperature",
+}
+"""A word in names of keys -> the words that mean the same."""
 
 
 def in_a_line(value: object, longest: int = 60) -> str:
@@ -20,10 +32,23 @@ def in_a_line(value: object, longest: int = 60) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
-    """Return "did you mean NAME?" for the known name that is most similar to `name`, or `otherwise` if none is similar.
-    `cutoff`, from 0 to 1, is the lowest difflib ratio of similar names (see `nearest`)."""
-    near = nearest(name, known, cutoff)
-    return f"did you mean {near}?" if near else otherwise
+    """Return "did you mean NAME?" for the known names that have all words of `name`, or else for the one that is spelt
+    most similarly, or `otherwise` if there is none. `cutoff`, from 0 to 1, is the lowest difflib ratio of similar
+    spellings (see `nearest`)."""
+    near = having_words(name, known := list(known)) or list(filter(None, [nearest(name, known, cutoff)]))
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
+
+
+def having_words(name: str, known: Iterable[str]) -> list[str]:
+    """Return up to three known names that have all words of `name`, or words that mean the same; those with the fewest
+    other words first."""
+    words = {
+        other: {part for word in _WORDS.findall(other) for part in _SAME.get(word, word).split()}
+        for other in (*known, name)
+    }
+    wanted = words.pop(name)
+    found = [other for other in words if wanted and wanted <= words[other]]
+    return sorted(found, key=lambda other: (len(words[other]), len(other), other))[:3]
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:

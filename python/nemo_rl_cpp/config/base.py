@@ -96,6 +96,11 @@ class Section(BaseModel, metaclass=_Made):
         return own_keys(cls)
 
     @classmethod
+    def useful_keys(cls) -> frozenset[str]:
+        """Return the known keys without those that are ignored, belong to an unsupported feature, or to one loss."""
+        return cls.known_keys() - {key for key, info in dotted_fields(cls) if mark_of(info)}
+
+    @classmethod
     def takes_own_key(cls, dotted: str) -> bool:
         """Return whether the key `dotted` is allowed although the schema does not list it: because it is in a free-form
         mapping, or in a section that accepts any key."""
@@ -306,7 +311,7 @@ def own_keys(model: type[Section]) -> frozenset[str]:
 
 
 def mark_of(info: FieldInfo) -> Mapping[str, object]:
-    """Return the data that `only` or `no_effect` attached to a key's field; empty for other keys."""
+    """Return the data that `only`, `no_effect` or a loss attached to a key's field; empty for other keys."""
     return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic_core import ErrorDetails
 
-from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
+from nemo_rl_cpp.argument_checks import did_you_mean, having_words, in_a_line, nearest
 
 if TYPE_CHECKING:
     from .base import Section
@@ -142,20 +142,26 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
         return f"is unknown here{own} (configurations with a section {section} are run by examples/{KINDS[section].script}.py)"
     if name == "_override_":
         return "works in a section at the top of the file only, not deeper"
-    known = model.known_keys()
+    known, useful = model.known_keys(), model.useful_keys()
     prefix = f"{parent}." if parent else ""
-    every = known | {spelling for spelling, canonical in model.aliases() if canonical in known}
-    inside = (key.removeprefix(prefix) for key in every if key.startswith(prefix))
-    here = sorted(key for key in inside if "." not in key)
-    words = (name, f"{name}_cfg") if name != "enabled" else ()  # every feature has that key
-    same = [key for key in known if key.rpartition(".")[2] in words]
-    if same:  # in the same section, else in the same part of the file, else nearest to its top
-        distance = lambda key: (not key.startswith(prefix), not key.startswith(section), key.count("."), len(key), key)  # noqa: E731
-        return f"is unknown here; did you mean {min(same, key=distance)}?"
-    if near := did_you_mean(name, here, cutoff=0.55):
-        return f"is unknown; {near}"
-    if far := did_you_mean(dotted, (key for key in every if not dotted.startswith(key + ".")), cutoff=0.8):
-        return f"is unknown; {far}"
+    names = (name, f"{name}_cfg") if name != "enabled" else ()  # every feature has that key
+    # in the same section, else in the same part of the file, else nearest to its top
+    distance = lambda key: (not key.startswith(prefix), not key.startswith(section), key.count("."), len(key), key)  # noqa: E731
+    if (slip := nearest(dotted, known - useful, 0.95)) is not None:
+        return f"is unknown; did you mean {slip.removeprefix(prefix)}?"
+    for keys in (useful, known):
+        every = keys | {spelling for spelling, canonical in model.aliases() if canonical in keys}
+        inside = (key.removeprefix(prefix) for key in every if key.startswith(prefix))
+        here = sorted(key for key in inside if "." not in key)
+        others = [key for key in every if not dotted.startswith(f"{key}.")]
+        same = min((key for key in keys if key.rpartition(".")[2] in names), key=distance, default="")
+        elsewhere = [same] if same else having_words(name, others) if "_" in name else []
+        if elsewhere and (same.startswith(prefix) or not having_words(name, here)):
+            return f"is unknown here; did you mean {' or '.join(elsewhere)}?"
+        if near := did_you_mean(name, here, cutoff=0.55):
+            return f"is unknown; {near}"
+        if far := nearest(dotted, others, 0.8):
+            return f"is unknown; did you mean {far}?"
     place = parent or ("the file" if "cluster" in model.model_fields else "the section")
     if not here and model.takes_own_key(dotted):
         return "is unknown"

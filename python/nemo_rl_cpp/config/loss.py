@@ -1,10 +1,10 @@
 """The `loss_fn` and `value_loss_fn` sections."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import PrivateAttr, model_validator
 
-from .base import Fraction, NonNegative, OneOf, Positive, Real, Section, key
+from .base import Fraction, NonNegative, OneOf, Positive, Real, Section, key, mark_of
 from .errors import Report, shown
 
 LOSSES: dict[str, dict[str, object]] = {
@@ -46,6 +46,13 @@ TRUNCATIONS = {
 }
 """truncated_importance_sampling_type -> (what happens to a weight out of bounds, the level of weights)."""
 TruncationType = Literal["tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "geo-tis", "geo-icepop"]
+
+
+def _of(loss: str, default: object, doc: str | None = None, **options: object) -> Any:
+    """Declare a key that is read by the loss `loss` alone."""
+    return key(default, doc, json_schema_extra={"loss": loss}, **options)
+
+
 LossName = Annotated[str, OneOf(lambda: [*LOSSES, *_ALIASES], dotted=True)]
 
 
@@ -109,16 +116,18 @@ class ClippedPGLossConfig(Section):
     """Lower bound of the importance weight. Optional for tis, seq-tis and geo-tis, required by the other types."""
     positive_example_nll_weight: NonNegative = 0.0
     """VAPO: weight of an additional term, the negative log-likelihood of correct responses. 0: off."""
-    sapo_temperature_pos: Real = key(1.0, gt=0)
+    sapo_temperature_pos: Real = _of("sapo", 1.0, gt=0)
     """sapo: temperature of the sigmoid gate for tokens with a positive advantage."""
-    sapo_temperature_neg: Real = key(1.05, "sapo: temperature of the sigmoid gate for the other tokens.", gt=0)
-    dro_beta: NonNegative = key(0.1, "dro: weight of the squared log-ratio.")
-    vespo_k_pos: NonNegative = 2.0
+    sapo_temperature_neg: Real = _of("sapo", 1.05, "sapo: temperature of the sigmoid gate for the other tokens.", gt=0)
+    dro_beta: NonNegative = _of("dro", 0.1, "dro: weight of the squared log-ratio.")
+    vespo_k_pos: NonNegative = _of("vespo", 2.0)
     """vespo: exponent k of the sequence's ratio W in exp(lambda (1 - W)) W^k, for advantages of 0 or more."""
-    vespo_lambda_pos: NonNegative = key(3.0, "vespo: lambda in exp(lambda (1 - W)) W^k, for advantages of 0 or more.")
-    vespo_k_neg: NonNegative = 3.0
+    vespo_lambda_pos: NonNegative = _of("vespo", 3.0)
+    """vespo: lambda in exp(lambda (1 - W)) W^k, for advantages of 0 or more."""
+    vespo_k_neg: NonNegative = _of("vespo", 3.0)
     """vespo: exponent k of the sequence's ratio W in exp(lambda (1 - W)) W^k, for negative advantages."""
-    vespo_lambda_neg: NonNegative = key(2.0, "vespo: lambda in exp(lambda (1 - W)) W^k, for negative advantages.")
+    vespo_lambda_neg: NonNegative = _of("vespo", 2.0)
+    """vespo: lambda in exp(lambda (1 - W)) W^k, for negative advantages."""
     bypass_mode: bool = False
     """Use the log-probabilities reported by generation as those of the old policy in the ratio. false: those that a
     forward pass before training computes."""
@@ -130,15 +139,16 @@ class ClippedPGLossConfig(Section):
     score_centering_k: Positive | None = None
     """gpg and cispo: subtract the expected score (gradient of the log-probability), computed from this many most likely
     tokens at each position. null: off."""
-    clip_cov_ratio: Fraction = key(0.0002, "clip_cov: fraction of the step's tokens that are excluded.", gt=0)
-    clip_cov_lb: Real = 1.0
+    clip_cov_ratio: Fraction = _of("clip_cov", 0.0002, gt=0)
+    """clip_cov: fraction of the step's tokens that are excluded."""
+    clip_cov_lb: Real = _of("clip_cov", 1.0)
     """clip_cov: only tokens whose covariance of advantage and log-probability is above this value may be excluded."""
-    clip_cov_ub: Real = 5.0
+    clip_cov_ub: Real = _of("clip_cov", 5.0)
     """clip_cov: only tokens whose covariance of advantage and log-probability is below this value may be excluded."""
-    kl_cov_ratio: Fraction = key(0.0002, gt=0)
+    kl_cov_ratio: Fraction = _of("kl_cov", 0.0002, gt=0)
     """kl_cov: fraction of the step's tokens, those with the largest covariance of advantage and log-probability, that
     are penalised."""
-    ppo_kl_coef: NonNegative = 1.0
+    ppo_kl_coef: NonNegative = _of("kl_cov", 1.0)
     """kl_cov: weight of the penalty, which is the absolute difference between the new and the old log-probability."""
     # set by fill_correction
     _correction_left_open: bool = PrivateAttr(False)
@@ -215,9 +225,8 @@ def check_policy_loss(loss: ClippedPGLossConfig, report: Report) -> None:
     for name, value in needed.items() if loss.use_cispo else ():
         if getattr(loss, name) != value:
             report.add(f"loss_fn.{name}", f"must be {shown(value)} with loss_fn.use_cispo", "loss_fn.use_cispo")
-    for name in sorted(type(loss).model_fields) if loss.name in LOSSES else ():
-        named = (own for own in ("sapo", "dro", "vespo", "clip_cov", "kl_cov") if name.startswith(f"{own}_"))
-        owner = "kl_cov" if name == "ppo_kl_coef" else next(named, loss.name)
+    for name, info in type(loss).model_fields.items() if loss.name in LOSSES else ():
+        owner = mark_of(info).get("loss", loss.name)
         if owner != loss.name and report.nearness(f"loss_fn.{name}") == 3:
             report.add(
                 f"loss_fn.{name}", f"has no effect with loss_fn.name {loss.name}, only with {owner}: leave it out"

@@ -199,6 +199,7 @@ void bind_layout(py::module_& m) {
   py::class_<model::BlockSpec>(m, "BlockSpec", "See csrc/model/parameters.h")
       .def_readonly("name", &model::BlockSpec::name)
       .def_readonly("shape", &model::BlockSpec::shape)
+      .def_readonly("begin", &model::BlockSpec::begin)
       .def_readonly("before", &model::BlockSpec::before);
   py::class_<model::ParameterLayout>(m, "ParameterLayout")
       .def(py::init([](const py::dict& config, int rank, int size) {

@@ -27,8 +27,18 @@ void bind_weight_blocks(py::module_& m) {
   m.def(
       "block_bytes", [](const std::string& format) { return kernels::block_bytes(ops::block_format(format)); },
       py::arg("format"), "Bytes of a block of 32 weights");
-  m.def("pack_blocks", &ops::pack_blocks, py::arg("w"), py::arg("blocks"), release_gil());
-  m.def("unpack_blocks", &ops::unpack_blocks, py::arg("blocks"), py::arg("w"), release_gil());
+  m.def(
+      "zero_blocks",
+      [](std::int64_t rows, std::int64_t columns, const std::string& format) {
+        return ops::zero_blocks(rows, columns, ops::block_format(format));
+      },
+      py::arg("rows"), py::arg("columns"), py::arg("format"));
+  m.def("pack_blocks", &ops::pack_blocks, py::arg("w"), py::arg("blocks"), py::arg("first") = 0, release_gil());
+  m.def("write_block_rows", &ops::write_block_rows, py::arg("rows"), py::arg("blocks"), py::arg("columns"),
+        py::arg("first") = 0, release_gil());
+  m.def("read_block_rows", &ops::read_block_rows, py::arg("blocks"), py::arg("columns"), py::arg("first"),
+        py::arg("count"), release_gil());
+  m.def("unpack_blocks", &ops::unpack_blocks, py::arg("blocks"), py::arg("w"), py::arg("first") = 0, release_gil());
 }
 
 }  // namespace

@@ -73,7 +73,7 @@ class TextModel {
       if (blocks->shape.size() == 1) return void(model_->blocks(*blocks).copy_(values(blocks->shape[0])));
       const auto given = values(blocks->shape[0] * blocks->shape[1]).view(blocks->shape);
       const bool is_read = given.scalar_type() == at::kFloat || given.scalar_type() == at::kBFloat16;
-      return ops::pack_blocks(is_read ? given : given.to(at::kFloat), model_->blocks(*blocks));
+      return ops::pack_blocks(is_read ? given : given.to(at::kFloat), model_->blocks(*blocks), blocks->begin);
     }
     if (name.find(".lora_") != std::string::npos)
       return fill(model_->trained_layout().find(name), model_->masters(), name.ends_with(".lora_B.weight"));

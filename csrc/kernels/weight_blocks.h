@@ -1,6 +1,10 @@
 // Weights in blocks: 32 neighbouring weights of a row share one scale in front of them. The blocks of q8_0 and q4_0 are
 // ggml's, with a scale in float16. Those of nf4 hold bitsandbytes' weights, with a scale in float32.
 //
+// A matrix lies in tiles: blocks b of 16 rows, first their scales, then their codes in the order of code_place, in
+// which products with few rows of x read them: from one stream, as they go into registers. A row of tiles takes the
+// bytes of its blocks; the last one is padded to 16 rows.
+//
 //   q8_0   34 bytes   32 int8 q;                                           weight = scale · q
 //   q4_0   18 bytes   16 bytes: weight i in the low, i + 16 in the high half;  weight = scale · (q - 8), q in [0, 15]
 //   nf4    20 bytes   the same;                                                weight = scale · kNormalFloat[q]
@@ -53,26 +57,48 @@ constexpr float kNormalFloatPlaces[] = {-1.18f, -1.05f, -0.95f, 0.95f, 1.05f, 1.
 constexpr std::int64_t block_bytes(BlockFormat format) {
   return format == BlockFormat::q8_0 ? 34 : format == BlockFormat::q4_0 ? 18 : 20;
 }
+constexpr std::int64_t scale_bytes(BlockFormat format) { return format == BlockFormat::nf4 ? 4 : 2; }
 /// Bytes of a row of K weights, a multiple of kBlockTerms.
 constexpr std::int64_t block_row_bytes(BlockFormat format, std::int64_t K) {
   return K / kBlockTerms * block_bytes(format);
 }
 
-/// out[rows, K] = the weights of rows that follow one another at `blocks`.
+inline constexpr std::int64_t kBlockTileRows = 16;
+constexpr std::int64_t block_tile_bytes(BlockFormat format) { return kBlockTileRows * block_bytes(format); }
+/// Bytes of a matrix.
+constexpr std::int64_t block_matrix_bytes(BlockFormat format, std::int64_t rows, std::int64_t K) {
+  return (rows + kBlockTileRows - 1) / kBlockTileRows * kBlockTileRows * block_row_bytes(format, K);
+}
+/// Where byte i of the codes of row r lies among the codes of a tile. q4_0: 32-bit lanes of a row each, with the even
+/// bytes first. The others: of every eight bytes of a row first the even, then the odd ones.
+constexpr std::int64_t code_place(BlockFormat format, std::int64_t r, std::int64_t i) {
+  if (format == BlockFormat::q4_0) return i / 4 * 64 + r * 4 + i % 2 * 2 + i % 4 / 2;
+  return (r / 8 * ((block_bytes(format) - scale_bytes(format)) / 8) + i / 8) * 64 + r % 8 * 8 + i % 2 * 4 + i % 8 / 2;
+}
+
+/// out[rows, K] = the weights of rows [first, first + rows) of the matrix at `tiles`.
 template <class T>
-using UnpackBlocks = void(BlockFormat format, const std::byte* blocks, std::int64_t rows, std::int64_t K, T* out,
-                          std::int64_t ldo);
+using UnpackBlocks = void(BlockFormat format, const std::byte* tiles, std::int64_t first, std::int64_t rows,
+                          std::int64_t K, T* out, std::int64_t ldo);
 NRL_DECLARE_PAIR_KERNEL(unpack_blocks_f32, UnpackBlocks<float>);
 NRL_DECLARE_PAIR_KERNEL(unpack_blocks_bf16, UnpackBlocks<bfloat16>);
 
-/// Makes the blocks of w[rows, K].
+/// Rows [first, first + rows) of the matrix at `tiles` = the blocks of w[rows, K].
 template <class T>
-using PackBlocks = void(BlockFormat format, const T* w, std::int64_t ldw, std::int64_t rows, std::int64_t K,
-                        std::byte* blocks);
+using PackBlocks = void(BlockFormat format, const T* w, std::int64_t ldw, std::int64_t first, std::int64_t rows,
+                        std::int64_t K, std::byte* tiles);
 NRL_DECLARE_PAIR_KERNEL(pack_blocks_f32, PackBlocks<float>);
 NRL_DECLARE_PAIR_KERNEL(pack_blocks_bf16, PackBlocks<bfloat16>);
+/// Writes rows [first, first + rows) of the matrix at `tiles` from `blocks`, where block follows block as in a file; or
+/// reads them.
+using WriteBlockRows = void(BlockFormat format, const std::byte* blocks, std::int64_t first, std::int64_t rows,
+                            std::int64_t K, std::byte* tiles);
+NRL_DECLARE_PAIR_KERNEL(write_block_rows, WriteBlockRows);
+using ReadBlockRows = void(BlockFormat format, const std::byte* tiles, std::int64_t first, std::int64_t rows,
+                           std::int64_t K, std::byte* blocks);
+NRL_DECLARE_PAIR_KERNEL(read_block_rows, ReadBlockRows);
 
-/// Rows of w in blocks, which follow one another.
+/// w in blocks.
 struct WeightBlocks {
   BlockFormat format;
   const std::byte* at;

@@ -135,8 +135,7 @@ const ops::PackedWeights* DecoderModel::packed_for(std::int64_t rows, std::int64
 
 at::Tensor DecoderModel::blocks(const BlockSpec& spec) const {
   if (spec.vocabulary != nullptr) return decoder_.parameters().*spec.vocabulary;
-  return (decoder_.parameters().layers[static_cast<std::size_t>(spec.layer)].*spec.matrix)
-      .narrow(0, spec.begin, spec.shape[0]);
+  return decoder_.parameters().layers[static_cast<std::size_t>(spec.layer)].*spec.matrix;
 }
 
 void DecoderModel::weights_changed() {
@@ -173,7 +172,10 @@ void DecoderModel::split_masters() {
 
 std::uint64_t DecoderModel::digest() const {
   std::uint64_t own = ops::weight_digest(compute());
-  for (const auto& spec : layout_.blocks) own = kernels::digest_add(own, ops::weight_digest(blocks(spec)));
+  if (decoder_.parameters().blocks.defined())
+    own = kernels::digest_add(own, ops::weight_digest(decoder_.parameters().blocks));
+  for (const auto& spec : layout_.blocks)
+    if (spec.shape.size() == 1) own = kernels::digest_add(own, ops::weight_digest(blocks(spec)));
   if (adds_adapters() != nullptr) {
     const auto both = at::empty({2}, at::kLong);
     both.data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(own);

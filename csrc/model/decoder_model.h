@@ -70,8 +70,8 @@ class DecoderModel {
   const at::Tensor& remainders() const { return remainders_; }
   /// The offset of masters() or remainders() in compute(): 0 unless only a shard is kept.
   std::int64_t masters_begin() const { return masters_begin_; }
-  /// What `spec` of layout().blocks names: a quantised matrix or a part of one, uint8 [rows, bytes of a row], or a
-  /// buffer, [rows] A.
+  /// What `spec` of layout().blocks names: the quantised matrix of whose rows it is some, uint8 [rows, bytes of a row],
+  /// or a buffer, [rows] A.
   at::Tensor blocks(const BlockSpec& spec) const;
   /// The weights that matrix products read, except quantised matrices.
   const at::Tensor& compute() const { return decoder_.parameters().flat; }

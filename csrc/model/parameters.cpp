@@ -299,9 +299,8 @@ void DecoderParameters::add_blocks(const ModelConfig& c) {
   const auto for_matrices = [&](const auto& f) {  // f(matrix, rows, bytes of a row, offset), returns where all end
     std::int64_t end = 0;
     const auto add = [&](at::Tensor& matrix, kernels::BlockFormat format, std::int64_t rows, std::int64_t columns) {
-      const std::int64_t bytes = kernels::block_row_bytes(format, columns);
-      f(matrix, rows, bytes, end);
-      end += (rows * bytes + kLine - 1) / kLine * kLine;
+      f(matrix, rows, kernels::block_row_bytes(format, columns), end);
+      end += (kernels::block_matrix_bytes(format, rows, columns) + kLine - 1) / kLine * kLine;
     };
     if (const auto format = c.vocabulary_quantization()) {
       add(embedding, *format, c.vocab_size, c.hidden_size);
@@ -318,9 +317,9 @@ void DecoderParameters::add_blocks(const ModelConfig& c) {
   };
   const std::int64_t total = for_matrices([](const auto&...) {});
   // one buffer: a matrix alone may be smaller than a huge page
-  const auto all = runtime::zeros_large({total}, at::TensorOptions().dtype(at::kByte));
+  blocks = runtime::zeros_large({total}, at::TensorOptions().dtype(at::kByte));
   for_matrices([&](at::Tensor& matrix, std::int64_t rows, std::int64_t bytes, std::int64_t offset) {
-    matrix = all.narrow(0, offset, rows * bytes).view({rows, bytes});
+    matrix = blocks.narrow(0, offset, rows * bytes).view({rows, bytes});
   });
   if (c.vocabulary_quantization() && c.tie_word_embeddings && !c.value_head) lm_head = embedding;
 }

@@ -187,6 +187,7 @@ struct DecoderParameters {
   /// Allocates the tensors of layout.blocks and the loads of sigmoid routers, filled with zeros.
   void add_blocks(const ModelConfig& config);
   at::Tensor flat;       ///< [layout.total]
+  at::Tensor blocks;     ///< the memory of all quantised matrices; undefined without
   at::Tensor embedding;  ///< [V, D]
   std::vector<LayerParameters> layers;
   at::Tensor final_norm;  ///< [D]

@@ -47,9 +47,9 @@ void embedding_forward(const at::Tensor& table, const at::Tensor& token_ids, con
       for (std::int64_t t = begin; t < end; ++t) {
         float* const to = mutable_ptr<float>(h) + t * D;
         if (dtype == at::kFloat) {
-          kernels::unpack_blocks_f32(rows.format(), rows.row(ids[t]), 1, D, to, D);
+          kernels::unpack_blocks_f32(rows.format(), rows.tiles(), ids[t], 1, D, to, D);
         } else {
-          kernels::unpack_blocks_bf16(rows.format(), rows.row(ids[t]), 1, D, rounded.data(), D);
+          kernels::unpack_blocks_bf16(rows.format(), rows.tiles(), ids[t], 1, D, rounded.data(), D);
           std::ranges::transform(rounded, to, [](bfloat16 weight) { return static_cast<float>(weight); });
         }
       }

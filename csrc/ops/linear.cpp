@@ -40,10 +40,10 @@ void check_blocks(const at::Tensor& x, const char* op) {
 std::int64_t room_stride(std::int64_t K) { return K + (K % 1024 == 992 ? 64 : 32); }
 
 void unpack_rows(const BlockMatrix& w, std::int64_t n, std::int64_t count, float* out, std::int64_t stride) {
-  kernels::unpack_blocks_f32(w.format(), w.row(n), count, w.columns(), out, stride);
+  kernels::unpack_blocks_f32(w.format(), w.tiles(), n, count, w.columns(), out, stride);
 }
 void unpack_rows(const BlockMatrix& w, std::int64_t n, std::int64_t count, bfloat16* out, std::int64_t stride) {
-  kernels::unpack_blocks_bf16(w.format(), w.row(n), count, w.columns(), out, stride);
+  kernels::unpack_blocks_bf16(w.format(), w.tiles(), n, count, w.columns(), out, stride);
 }
 /// Never called: check_blocks.
 void unpack_rows(const BlockMatrix&, std::int64_t, std::int64_t, double*, std::int64_t) {}
@@ -369,8 +369,6 @@ void gemm(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::T
   throw ArgumentError(detail::concat(op, ": no product of ", c10::toString(type), " into ", c10::toString(out)));
 }
 
-kernels::WeightBlocks all_rows(const BlockMatrix& w) { return {w.format(), w.row(0)}; }
-
 bool are_few_for_blocks(const at::Tensor& x) {
   return x.scalar_type() == at::kBFloat16 && x.size(0) <= kernels::block_product_rows();
 }
@@ -385,7 +383,7 @@ void few_rows_of_blocks(kernels::LinearForwardBlocks<O>* kernel, const at::Tenso
         const kernels::LinearForwardArgs<bfloat16, O> args{
             input,       nullptr,  0,         bias ? ptr<bfloat16>(*bias) : nullptr, mutable_ptr<O>(y),
             y.stride(0), w.rows(), accumulate};
-        kernel(args, all_rows(w), begin, end, more);
+        kernel(args, {w.format(), w.tiles()}, begin, end, more);
       });
 }
 
@@ -401,7 +399,7 @@ void few_rows_of_gated_blocks(const at::Tensor& x, const BlockMatrix& w, const s
                                                        gate_up.defined() ? mutable_ptr<bfloat16>(gate_up) : nullptr,
                                                        mutable_ptr<bfloat16>(act),
                                                        act.size(1)};
-        kernels::linear_swiglu_blocks_bf16(args, all_rows(w), begin, end, more);
+        kernels::linear_swiglu_blocks_bf16(args, {w.format(), w.tiles()}, begin, end, more);
       });
 }
 
@@ -434,7 +432,8 @@ void swiglu_blocks(const at::Tensor& x, const BlockMatrix& w, const std::optiona
                 "linear_swiglu: x ", x.sizes(), ", blocks of [", w.rows(), ", ", w.columns(), "], act ", act.sizes(),
                 " or their dtypes do not match");
   if (act.numel() == 0) return;
-  if (are_few_for_blocks(x)) return few_rows_of_gated_blocks(x, w, bias, gate_up, act);
+  if (are_few_for_blocks(x) && I % kernels::kBlockTileRows == 0)
+    return few_rows_of_gated_blocks(x, w, bias, gate_up, act);
   swiglu_on_cpu(x, w, bias, gate_up, act);
 }
 

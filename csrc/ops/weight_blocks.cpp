@@ -19,19 +19,23 @@ constexpr NamedFormat kFormats[] = {
 
 constexpr std::int64_t kWeightsAtOnce = std::int64_t{1} << 16;  ///< that one thread takes
 
-BlockMatrix checked(const at::Tensor& blocks, const at::Tensor& w, const char* op) {
-  NRL_CHECK_ARG(w.is_cpu() && w.dim() == 2 && w.stride(1) == 1 && blocks.dim() == 2 && w.size(0) == blocks.size(0) &&
+BlockMatrix checked(const at::Tensor& blocks, const at::Tensor& w, std::int64_t first, const char* op) {
+  NRL_CHECK_ARG(w.is_cpu() && w.dim() == 2 && w.stride(1) == 1 && blocks.dim() == 2 && first >= 0 &&
+                    first + w.size(0) <= blocks.size(0) &&
                     (w.scalar_type() == at::kFloat || w.scalar_type() == at::kBFloat16),
-                op, ": weights ", w.sizes(), " of type ", c10::toString(w.scalar_type()), " for blocks ",
-                blocks.sizes(), "; they are float32 or bfloat16 on the CPU");
+                op, ": weights ", w.sizes(), " of type ", c10::toString(w.scalar_type()), " for rows from ", first,
+                " on of blocks ", blocks.sizes(), "; they are float32 or bfloat16 on the CPU");
   return {blocks, w.size(1)};
 }
 
-/// Calls f(first row, number of rows) for parts of a matrix.
+/// Calls f(first row, number of rows) for parts of `rows` rows: whole tiles where they begin with one.
 template <class F>
-void for_parts(const BlockMatrix& blocks, const F& f) {
-  const std::int64_t grain = std::max<std::int64_t>(1, kWeightsAtOnce / std::max<std::int64_t>(1, blocks.columns()));
-  runtime::parallel_rows(blocks.rows(), grain, [&](std::int64_t begin, std::int64_t end) { f(begin, end - begin); });
+void for_parts(std::int64_t rows, std::int64_t columns, const F& f) {
+  constexpr std::int64_t kTile = kernels::kBlockTileRows;
+  const std::int64_t grain = std::max<std::int64_t>(1, kWeightsAtOnce / kTile / std::max<std::int64_t>(1, columns));
+  runtime::parallel_rows((rows + kTile - 1) / kTile, grain, [&](std::int64_t begin, std::int64_t end) {
+    f(begin * kTile, std::min(end * kTile, rows) - begin * kTile);
+  });
 }
 
 }  // namespace
@@ -53,25 +57,59 @@ BlockMatrix::BlockMatrix(const at::Tensor& blocks, std::int64_t columns)
                 " columns in blocks is uint8 on the CPU with rows of 34 (q8_0), 18 (q4_0) or 20 bytes (nf4) "
                 "for each 32 columns, got ",
                 blocks.sizes());
+  const auto has = static_cast<std::int64_t>(blocks.storage().nbytes()) - blocks.storage_offset(),
+             needs = kernels::block_matrix_bytes(format_, rows_, columns);
+  NRL_CHECK_ARG(has >= needs, "a matrix of blocks ", blocks.sizes(), " lies in whole tiles of ",
+                kernels::kBlockTileRows, " rows, which take ", needs, " bytes, not ", has, ": make it by zero_blocks");
   at_ = static_cast<std::byte*>(const_cast<void*>(blocks.const_data_ptr()));
 }
 
-void pack_blocks(const at::Tensor& w, const at::Tensor& blocks) {
-  const BlockMatrix to = checked(blocks, w, "pack_blocks");
+at::Tensor zero_blocks(std::int64_t rows, std::int64_t columns, BlockFormat format) {
+  const std::int64_t bytes = kernels::block_row_bytes(format, columns);
+  return at::zeros({kernels::block_matrix_bytes(format, rows, columns)}, at::kByte)
+      .narrow(0, 0, rows * bytes)
+      .view({rows, bytes});
+}
+
+void pack_blocks(const at::Tensor& w, const at::Tensor& blocks, std::int64_t first) {
+  const BlockMatrix to = checked(blocks, w, first, "pack_blocks");
   const auto pack = [&](auto* kernel, const auto* from) {
-    for_parts(to, [&](std::int64_t begin, std::int64_t rows) {
-      kernel(to.format(), from + begin * w.stride(0), w.stride(0), rows, w.size(1), to.row(begin));
+    for_parts(w.size(0), w.size(1), [&](std::int64_t begin, std::int64_t rows) {
+      kernel(to.format(), from + begin * w.stride(0), w.stride(0), first + begin, rows, w.size(1), to.tiles());
     });
   };
   if (w.scalar_type() == at::kFloat) return pack(kernels::pack_blocks_f32, ptr<float>(w));
   pack(kernels::pack_blocks_bf16, ptr<bfloat16>(w));
 }
 
-void unpack_blocks(const at::Tensor& blocks, const at::Tensor& w) {
-  const BlockMatrix from = checked(blocks, w, "unpack_blocks");
+void write_block_rows(const at::Tensor& rows, const at::Tensor& blocks, std::int64_t columns, std::int64_t first) {
+  const BlockMatrix to(blocks, columns);
+  NRL_CHECK_ARG(rows.is_cpu() && in_blocks(rows) && rows.dim() == 2 && rows.is_contiguous() &&
+                    rows.size(1) == blocks.size(1) && first >= 0 && first + rows.size(0) <= to.rows(),
+                "write_block_rows: rows ", rows.sizes(), " for rows from ", first, " on of blocks ", blocks.sizes());
+  const auto* const from = static_cast<const std::byte*>(rows.const_data_ptr());
+  for_parts(rows.size(0), columns, [&](std::int64_t begin, std::int64_t count) {
+    kernels::write_block_rows(to.format(), from + begin * rows.size(1), first + begin, count, columns, to.tiles());
+  });
+}
+
+at::Tensor read_block_rows(const at::Tensor& blocks, std::int64_t columns, std::int64_t first, std::int64_t count) {
+  const BlockMatrix from(blocks, columns);
+  NRL_CHECK_ARG(first >= 0 && count >= 0 && first + count <= from.rows(), "read_block_rows: rows [", first, ", ",
+                first + count, ") of blocks ", blocks.sizes());
+  const auto rows = at::empty({count, blocks.size(1)}, at::kByte);
+  auto* const to = static_cast<std::byte*>(rows.data_ptr());
+  for_parts(count, columns, [&](std::int64_t begin, std::int64_t n) {
+    kernels::read_block_rows(from.format(), from.tiles(), first + begin, n, columns, to + begin * rows.size(1));
+  });
+  return rows;
+}
+
+void unpack_blocks(const at::Tensor& blocks, const at::Tensor& w, std::int64_t first) {
+  const BlockMatrix from = checked(blocks, w, first, "unpack_blocks");
   const auto unpack = [&](auto* kernel, auto* to) {
-    for_parts(from, [&](std::int64_t begin, std::int64_t rows) {
-      kernel(from.format(), from.row(begin), rows, w.size(1), to + begin * w.stride(0), w.stride(0));
+    for_parts(w.size(0), w.size(1), [&](std::int64_t begin, std::int64_t rows) {
+      kernel(from.format(), from.tiles(), first + begin, rows, w.size(1), to + begin * w.stride(0), w.stride(0));
     });
   };
   if (w.scalar_type() == at::kFloat) return unpack(kernels::unpack_blocks_f32, mutable_ptr<float>(w));

@@ -1,6 +1,7 @@
 // Matrices whose weights lie in blocks of 32 (kernels/weight_blocks.h): frozen ones, in a quarter or half of the memory
-// of bfloat16. As a tensor such a matrix is uint8 [N, bytes of a row]; its format follows from K. Products are in
-// ops/linear.h.
+// of bfloat16. As a tensor such a matrix is uint8 [N, bytes of a row]; its format follows from K. Its memory are tiles
+// of 16 rows, which only the kernels read; a part of it (`narrow`) begins at a row that is a multiple of 16. Products
+// are in ops/linear.h.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -21,14 +22,14 @@ inline bool in_blocks(const at::Tensor& w) { return w.scalar_type() == at::kByte
 /// w [N, K] as its kernels read it.
 class BlockMatrix {
  public:
-  /// `blocks`: uint8 [N, bytes of a row], contiguous, on the CPU. Throws ArgumentError where no format has rows of so
-  /// many bytes.
+  /// `blocks`: uint8 [N, bytes of a row], contiguous, on the CPU, with memory for whole tiles. Throws ArgumentError
+  /// where no format has rows of so many bytes.
   BlockMatrix(const at::Tensor& blocks, std::int64_t columns);
 
   BlockFormat format() const { return format_; }
   std::int64_t rows() const { return rows_; }
   std::int64_t columns() const { return columns_; }
-  std::byte* row(std::int64_t n) const { return at_ + n * kernels::block_row_bytes(format_, columns_); }
+  std::byte* tiles() const { return at_; }
 
  private:
   BlockFormat format_;
@@ -36,9 +37,17 @@ class BlockMatrix {
   std::byte* at_;
 };
 
-/// Writes w [N, K], float32 or bfloat16 with contiguous rows, as blocks to uint8 [N, bytes of a row].
-void pack_blocks(const at::Tensor& w, const at::Tensor& blocks);
-/// Writes the weights to w [N, K], float32 or bfloat16 with contiguous rows: scale · q, rounded once to bfloat16.
-void unpack_blocks(const at::Tensor& blocks, const at::Tensor& w);
+/// A matrix of zeros.
+at::Tensor zero_blocks(std::int64_t rows, std::int64_t columns, BlockFormat format);
+/// Quantises w [n, K], float32 or bfloat16 with contiguous rows, into rows [first, first + n) of a matrix.
+void pack_blocks(const at::Tensor& w, const at::Tensor& blocks, std::int64_t first = 0);
+/// Writes `rows`, uint8 [n, bytes of a row] with block after block as in a file, to rows [first, first + n) of a
+/// matrix.
+void write_block_rows(const at::Tensor& rows, const at::Tensor& blocks, std::int64_t columns, std::int64_t first = 0);
+/// Rows [first, first + count) of a matrix in that order.
+at::Tensor read_block_rows(const at::Tensor& blocks, std::int64_t columns, std::int64_t first, std::int64_t count);
+/// Writes the weights of rows [first, first + n) to w [n, K], float32 or bfloat16 with contiguous rows: scale · q,
+/// rounded once to bfloat16.
+void unpack_blocks(const at::Tensor& blocks, const at::Tensor& w, std::int64_t first = 0);
 
 }  // namespace nemo_rl::ops

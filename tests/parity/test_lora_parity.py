@@ -163,7 +163,7 @@ def test_float32_lora_gradients_over_a_quantised_base_match_autograd_over_the_de
     }
     for spec in model.blocks:
         dequantised = torch.empty(spec.shape)
-        C.unpack_blocks(model.blocks_of(spec), dequantised)
+        C.unpack_blocks(model.blocks_of(spec), dequantised, spec.begin)
         parameters[spec.name].data.copy_(dequantised)
     hf = hf.double()
     compute_in_float64(hf, monkeypatch)

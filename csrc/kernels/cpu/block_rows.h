@@ -1,11 +1,11 @@
 // Products of few rows of x with weights in blocks that become pairs of bfloat16 in registers, with rows of w in the
 // lanes, as in few_rows_tile. Unpacked rows would have to be stored, and turned when they are read again.
 //
-// q8_0 and nf4: the codes of sixteen rows are interleaved byte by byte, so that a 32-bit lane holds codes of the even
-// or of the odd terms of a row. A code of q8_0 is put into the mantissa of a float. A multiply-add takes away what is
-// not the code: 1 + code · 2^-n, times scale · 2^n, minus scale · (2^n + zero) is scale · (code - zero). All of that is
-// exact, but that a weight of zero has no sign here, and infinite scales give no number. The sums that this could
-// change are zero or not finite. They are formed again from unpacked weights. The codes of nf4 are looked up.
+// q8_0 and nf4: a 32-bit lane of the codes of a tile holds codes of the even or of the odd terms of a row. A code of
+// q8_0 is put into the mantissa of a float. A multiply-add takes away what is not the code: 1 + code · 2^-n, times
+// scale · 2^n, minus scale · (2^n + zero) is scale · (code - zero). All of that is exact, but that a weight of zero has
+// no sign here, and infinite scales give no number. The sums that this could change are zero or not finite. They are
+// formed again from unpacked weights. The codes of nf4 are looked up.
 //
 // q4_0: a weight is ± 2^-h · 8 · odd · |scale| in bfloat16, with odd 1, 3, 5 or 7 and h from 0 to 3, or 0. Rounding
 // commutes with 2^-h, so the bits of the four -8 · odd · |scale| of sixteen rows, 64 numbers in two registers, give all
@@ -21,67 +21,22 @@ namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
 #if defined(__AVX512BF16__)
-constexpr std::int64_t kMostBlockRows = kLinearFewRows;  ///< of x
-constexpr int kBlockGroup = 16;                          ///< rows of w
+constexpr std::int64_t kMostBlockRows = kLinearFewRows;        ///< of x
+constexpr int kBlockGroup = static_cast<int>(kBlockTileRows);  ///< rows of w
 constexpr int kBlockGroups = static_cast<int>(kLinearTileN) / kBlockGroup;
 constexpr int kBlockWords = static_cast<int>(kBlockTerms) / 2;
 
-template <BlockFormat kFormat>
-[[gnu::always_inline]] inline void unpack_block(const std::byte* block, bfloat16* out) {
-  if constexpr (kFormat == BlockFormat::q8_0) unpack_q8_0(block, out);
-  else unpack_halves<kFormat>(block, out);
-}
-
-/// 16 bytes of rows 0, kStep, 2 kStep and 3 kStep.
-template <int kStep>
-[[gnu::always_inline]] inline __m512i four_rows(const std::byte* const* rows, std::int64_t at) {
-  const auto two = [&](int i) __attribute__((always_inline)) {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(sixteen_bytes(rows[i] + at)),
-                                   sixteen_bytes(rows[i + kStep] + at), 1);
-  };
-  return _mm512_inserti64x4(_mm512_castsi256_si512(two(0)), two(2 * kStep), 1);
-}
-/// The float16 scales of eight rows.
-[[gnu::always_inline]] inline __m128i half_scales(const std::byte* const* rows, std::int64_t at) {
-  __m128i bits = _mm_setzero_si128();
-#define NRL_INSERT(i)                                           \
-  {                                                             \
-    std::uint16_t each;                                         \
-    __builtin_memcpy(&each, rows[i] + at, sizeof(each));        \
-    bits = _mm_insert_epi16(bits, static_cast<short>(each), i); \
-  }
-  NRL_INSERT(0)
-  NRL_INSERT(1)
-  NRL_INSERT(2)
-  NRL_INSERT(3)
-  NRL_INSERT(4)
-  NRL_INSERT(5)
-  NRL_INSERT(6)
-  NRL_INSERT(7)
-#undef NRL_INSERT
-  return bits;
-}
-[[gnu::always_inline]] inline __m512i in_quarters(__m512i bytes, __m128i order) {
-  return _mm512_shuffle_epi8(bytes, _mm512_broadcast_i32x4(order));
-}
-
-/// One block of each of 16 rows, word by word: word<i>() are terms 2 i and 2 i + 1 of all rows.
+/// A tile word by word: word<i>() are terms 2 i and 2 i + 1 of all rows.
 template <BlockFormat kFormat>
 class BlockWords {
  public:
-  /// Reads the blocks at rows[i] + offset.
-  [[gnu::always_inline]] void read(const std::byte* const* rows, std::int64_t offset) {
+  [[gnu::always_inline]] void read(const std::byte* tile) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      const std::byte* const* const of = rows + 8 * half;
-#pragma GCC unroll 2
-      for (int part = 0; part < kParts; ++part) {
-        const std::int64_t at = offset + kScaleBytes<kFormat> + 16 * part;
-        const __m512i even = four_rows<2>(of, at), odd = four_rows<2>(of + 1, at);
-        codes_[half][2 * part] = parted(_mm512_unpacklo_epi64(even, odd));
-        codes_[half][2 * part + 1] = parted(_mm512_unpackhi_epi64(even, odd));
-      }
-      factors_[half] = scales_of(of, offset);
+#pragma GCC unroll 4
+      for (int i = 0; i < kCodes; ++i)
+        codes_[half][i] = _mm512_loadu_si512(tile + kBlockTileRows * scale_bytes(kFormat) + 64 * (kCodes * half + i));
+      factors_[half] = scales_of(tile, half);
       if constexpr (!kNormal) {
         minus_[half] = _mm512_mul_ps(factors_[half], _mm512_set1_ps(-(kUnit + 128)));
         factors_[half] = _mm512_mul_ps(factors_[half], _mm512_set1_ps(kUnit));
@@ -96,22 +51,16 @@ class BlockWords {
 
  private:
   static constexpr bool kNormal = kFormat == BlockFormat::nf4;
-  static constexpr int kParts = kNormal ? 1 : 2;  ///< of 16 bytes
+  static constexpr int kCodes = kNormal ? 2 : 4;  ///< registers for eight rows
   static constexpr float kUnit = 1 << 15;         ///< of a code in a mantissa, from bit 8 on
 
-  /// Of every eight bytes first the even, then the odd ones.
-  [[gnu::always_inline]] static __m512i parted(__m512i bytes) {
-    return in_quarters(bytes, _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
-  }
   /// The scales of eight rows, each twice.
-  [[gnu::always_inline]] static __m512 scales_of(const std::byte* const* rows, std::int64_t at) {
-    if constexpr (kNormal) {
-      const auto of = [&](int i) __attribute__((always_inline)) { return single_scale_of(rows[i] + at); };
-      const __m256 scales = _mm256_setr_ps(of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7));
-      return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7),
-                                   _mm512_castps256_ps512(scales));
-    }
-    const __m128i bits = half_scales(rows, at);
+  [[gnu::always_inline]] static __m512 scales_of(const std::byte* tile, int half) {
+    if constexpr (kNormal)
+      return _mm512_permutexvar_ps(
+          _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7),
+          _mm512_castps256_ps512(_mm256_loadu_ps(reinterpret_cast<const float*>(tile) + 8 * half)));
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(tile) + half);
     return _mm512_cvtph_ps(_mm256_set_m128i(_mm_unpackhi_epi16(bits, bits), _mm_unpacklo_epi16(bits, bits)));
   }
 
@@ -129,7 +78,7 @@ class BlockWords {
     return _mm512_fmadd_ps(_mm512_castsi512_ps(bits), factors_[half], minus_[half]);
   }
 
-  __m512i codes_[2][2 * kParts];
+  __m512i codes_[2][kCodes];
   __m512 factors_[2], minus_[2];
 };
 
@@ -151,17 +100,11 @@ constexpr Subtrahends kSubtrahends;
 template <>
 class BlockWords<BlockFormat::q4_0> {
  public:
-  [[gnu::always_inline]] void read(const std::byte* const* rows, std::int64_t offset) {
-    const std::int64_t at = offset + kScaleBytes<BlockFormat::q4_0>;
-    const __m512i first = four_rows<4>(rows, at), second = four_rows<4>(rows + 1, at),
-                  third = four_rows<4>(rows + 2, at), fourth = four_rows<4>(rows + 3, at);
-    const __m512i low = _mm512_unpacklo_epi32(first, second), high = _mm512_unpackhi_epi32(first, second),
-                  next_low = _mm512_unpacklo_epi32(third, fourth), next_high = _mm512_unpackhi_epi32(third, fourth);
-    codes_[0] = parted(_mm512_unpacklo_epi64(low, next_low));
-    codes_[1] = parted(_mm512_unpackhi_epi64(low, next_low));
-    codes_[2] = parted(_mm512_unpacklo_epi64(high, next_high));
-    codes_[3] = parted(_mm512_unpackhi_epi64(high, next_high));
-    const __m512 scales = _mm512_cvtph_ps(_mm256_set_m128i(half_scales(rows + 8, offset), half_scales(rows, offset)));
+  [[gnu::always_inline]] void read(const std::byte* tile) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+      codes_[i] = _mm512_loadu_si512(tile + kBlockTileRows * scale_bytes(BlockFormat::q4_0) + 64 * i);
+    const __m512 scales = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tile)));
     signs_changed_ = _mm512_ternarylogic_epi32(_mm512_castps_si512(scales), _mm512_castps_si512(scales_),
                                                _mm512_set1_epi32(kSign), 0x28);  // (new ^ old) & sign
     scales_ = scales;
@@ -202,11 +145,6 @@ class BlockWords<BlockFormat::q4_0> {
  private:
   static constexpr int kSign = -0x7fffffff - 1;
 
-  /// Of every four bytes first the even, then the odd ones.
-  [[gnu::always_inline]] static __m512i parted(__m512i bytes) {
-    return in_quarters(bytes, _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
-  }
-
   __m512i codes_[4];    ///< a 32-bit lane for each row: terms 4 i to 4 i + 3 and those 16 places after them
   __m512i numbers_[2];  ///< -8 · odd · |scale| of the rows: odd 1, then 3; 5, then 7
   __m512i signs_changed_;
@@ -215,45 +153,37 @@ class BlockWords<BlockFormat::q4_0> {
 
 /// The sums of 16 rows of w with one row of packed x: from unpacked weights.
 template <BlockFormat kFormat>
-[[gnu::noinline]] void unpacked_sums(const std::byte* const* rows, std::int64_t K, const float* x, float* sums) {
+[[gnu::noinline]] void unpacked_sums(const std::byte* tile, std::int64_t K, const float* x, float* sums) {
   using X = Terms<bfloat16>;
   bfloat16 terms[kBlockGroup][kBlockTerms];
   const bfloat16* at[kBlockGroup];
   for (int i = 0; i < kBlockGroup; ++i) at[i] = terms[i];
   X::V sum{};
-  for (std::int64_t offset = 0; offset < block_row_bytes(kFormat, K); offset += block_bytes(kFormat)) {
-    for (int i = 0; i < kBlockGroup; ++i) unpack_block<kFormat>(rows[i] + offset, terms[i]);
+  for (std::int64_t block = 0; block < K / kBlockTerms; ++block, tile += block_tile_bytes(kFormat)) {
+    unpack_tile<kFormat>(tile, terms[0], kBlockTerms);
     for (std::int64_t k = 0; k < kBlockTerms; k += 2, ++x)
       sum = X::multiply_add(gathered<bfloat16>(at, k, kBlockTerms), X::V(*x), sum);
   }
   store(sums, sum);
 }
 
-/// Asks for memory, a little with every block.
-struct BlocksAhead {
-  const std::byte *asked, *ahead;
-  [[gnu::always_inline]] void ask(std::int64_t bytes) {
-    for (ahead += bytes; asked < ahead; asked += 64) __builtin_prefetch(asked, 0, 2);
-  }
-};
-
-/// sums[r][width] = kGroups times 16 rows of w times kRows rows of packed x.
+/// sums[r][width] = kGroups times 16 rows of w, whose tiles follow rows[group], times kRows rows of packed x.
 template <BlockFormat kFormat, int kRows, int kGroups>
-[[gnu::noinline]] void multiply_groups(const LinearInput<bfloat16>& p, const std::byte* const* rows, BlocksAhead* ahead,
+[[gnu::noinline]] void multiply_groups(const LinearInput<bfloat16>& p, const std::byte* const* rows, std::int64_t ahead,
                                        float* sums, std::int64_t width) {
   using X = Terms<bfloat16>;
-  constexpr std::int64_t kBytes = block_bytes(kFormat);
+  constexpr std::int64_t kBytes = block_tile_bytes(kFormat);
   X::V chains[kGroups][kRows];
   for (auto& group : chains)
     for (auto& chain : group) chain = X::V{};
   StripRows<false> x(p);
   BlockWords<kFormat> words[kGroups];
-  const std::int64_t end = block_row_bytes(kFormat, p.K);
+  const std::int64_t end = p.K / kBlockTerms * kBytes;
   for (std::int64_t offset = 0; offset < end; offset += kBytes) {
-    if (ahead != nullptr) ahead->ask(kGroups * kBlockGroup * kBytes);
 #pragma GCC unroll 3
     for (int g = 0; g < kGroups; ++g) {
-      words[g].read(rows + g * kBlockGroup, offset);
+      ask_for<kFormat>(rows[g] + offset + ahead);
+      words[g].read(rows[g] + offset);
       if constexpr (kFormat == BlockFormat::q4_0)
         for (auto& chain : chains[g]) chain = words[g].signed_as_this(chain);
     }
@@ -282,18 +212,18 @@ template <BlockFormat kFormat, int kRows>
 void multiply_strip(const LinearInput<bfloat16>& p, const BlockStrip& strip, float* sums, std::int64_t width) {
   constexpr int kAtOnce = kRows <= 2 ? kBlockGroups : 1;  // chains enough that none waits for its last sum
   const std::int64_t row_bytes = block_row_bytes(kFormat, p.K);
-  const std::byte* rows[kLinearTileN];
-  for (std::int64_t i = 0; i < kLinearTileN; ++i) rows[i] = strip.rows + smaller(i, strip.have - 1) * row_bytes;
-  BlocksAhead ahead{strip.rows + kLinearTileN * row_bytes, strip.rows + kLinearTileN * row_bytes};
+  const std::byte* rows[kBlockGroups];
+  for (int g = 0; g < kBlockGroups; ++g) rows[g] = strip.rows(g, row_bytes);
   const StripRows<false> x(p);
   for (int g = 0; g < kBlockGroups; g += kAtOnce)
-    multiply_groups<kFormat, kRows, kAtOnce>(p, rows + g * kBlockGroup, strip.asks_ahead ? &ahead : nullptr,
-                                             sums + g * kBlockGroup, width);
+    multiply_groups<kFormat, kRows, kAtOnce>(p, rows + g, strip.ahead, sums + g * kBlockGroup, width);
   constexpr int kZeroOrNotFinite = 0x9f;
   for (std::int64_t r = 0; r < p.M; ++r)
-    for (int n = 0; n < static_cast<int>(kLinearTileN); n += kBlockGroup)
-      if (_mm512_fpclass_ps_mask(_mm512_loadu_ps(sums + r * width + n), kZeroOrNotFinite) != 0)
-        unpacked_sums<kFormat>(rows + n, p.K, x.at + r * x.row_step, sums + r * width + n);
+    for (int g = 0; g < kBlockGroups; ++g) {
+      float* const at = sums + r * width + g * kBlockGroup;
+      if (_mm512_fpclass_ps_mask(_mm512_loadu_ps(at), kZeroOrNotFinite) != 0)
+        unpacked_sums<kFormat>(rows[g], p.K, x.at + r * x.row_step, at);
+    }
 }
 
 /// Computes tiles of kStrips strips (kernels/cpu/block_strips.h).

@@ -1,5 +1,5 @@
-// How the products of few rows of x with weights in blocks are cut: strips of 48 rows of w, which lie as ggml lays
-// them.
+// How the products of few rows of x with weights in blocks are cut: strips of 48 rows of w, which are three rows of
+// tiles.
 #pragma once
 #include "kernels/cpu/linear_store.h"
 #include "kernels/weight_blocks.h"
@@ -7,11 +7,15 @@
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
-/// Rows of w of a strip, of which `have` exist.
+/// A strip of w, of which `have` rows exist.
 struct BlockStrip {
-  const std::byte* rows;
+  const std::byte* tiles;
   std::int64_t have;
-  bool asks_ahead;  ///< the strip after it is read next
+  std::int64_t ahead;  ///< bytes from a tile to one that is asked for: that of the strip that is read next, or itself
+  /// Rows [16 i, 16 i + 16); of rows that do not exist others.
+  const std::byte* rows(std::int64_t i, std::int64_t row_bytes) const {
+    return tiles + smaller(i, (have - 1) / kBlockTileRows) * kBlockTileRows * row_bytes;
+  }
 };
 
 /// run(input, format, begin, end, strip_of, store_of) computes tiles [begin, end): strip_of(tile, i) gives their rows
@@ -24,22 +28,24 @@ void forward_blocks(const LinearForwardArgs<bfloat16, O>& p, const WeightBlocks&
       p.input, w.format, begin, end,
       [&](std::int64_t t, int) {
         const std::int64_t n = t * kLinearTileN;
-        return BlockStrip{w.at + n * row_bytes, smaller(kLinearTileN, p.N - n), more || t + 1 < end};
+        return BlockStrip{w.at + n * row_bytes, smaller(kLinearTileN, p.N - n),
+                          more || t + 1 < end ? kLinearTileN * row_bytes : 0};
       },
       [&](std::int64_t t) { return store_strip(p, t); });
 }
 
-/// The same with two strips for each tile: gates and their ups.
+/// The same with two strips for each tile: gates and their ups, each whole rows of tiles.
 template <class Run>
 void swiglu_blocks(const LinearSwigluArgs<bfloat16>& p, const WeightBlocks& w, std::int64_t begin, std::int64_t end,
                    bool more, const Run& run) {
-  static_assert(kHalf == kLinearTileN);
+  static_assert(kHalf == kLinearTileN && kHalf % kBlockTileRows == 0);
   const std::int64_t row_bytes = block_row_bytes(w.format, p.input.K);
   run(
       p.input, w.format, begin, end,
       [&](std::int64_t t, int i) {
         const std::int64_t n = t * kHalf;
-        return BlockStrip{w.at + (i * p.I + n) * row_bytes, smaller<std::int64_t>(kHalf, p.I - n), more || t + 1 < end};
+        return BlockStrip{w.at + (i * p.I + n) * row_bytes, smaller<std::int64_t>(kHalf, p.I - n),
+                          more || t + 1 < end ? kHalf * row_bytes : 0};
       },
       [&](std::int64_t t) { return store_strip(p, t); });
 }

@@ -1,4 +1,4 @@
-// The weights of one block (kernels/weight_blocks.h) as float32 or bfloat16.
+// The weights of a block and of a tile of blocks (kernels/weight_blocks.h) as float32 or bfloat16.
 #pragma once
 #include "kernels/cpu/vec.h"
 #include "kernels/weight_blocks.h"
@@ -22,24 +22,53 @@ constexpr std::int64_t kHalfBlock = kBlockTerms / 2;
 #endif
 }
 
-/// Bytes of the scale of a block of 4-bit weights.
-template <BlockFormat kFormat>
-constexpr std::int64_t kScaleBytes = kFormat == BlockFormat::nf4 ? 4 : 2;
-
 [[gnu::always_inline, maybe_unused]] inline float single_scale_of(const std::byte* block) {
   float scale;
   __builtin_memcpy(&scale, block, sizeof(scale));
   return scale;
 }
 
-#if defined(__AVX512BW__)
-/// The scale in every lane.
-[[gnu::always_inline]] inline __m512 scales_of(const std::byte* block) {
-  std::uint16_t bits;
-  __builtin_memcpy(&bits, block, sizeof(bits));
-  return _mm512_cvtph_ps(_mm256_set1_epi16(static_cast<short>(bits)));
+/// Asks for the memory of a tile.
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline void ask_for(const std::byte* tile) {
+  for (std::int64_t i = 0; i < block_tile_bytes(kFormat); i += 64) __builtin_prefetch(tile + i, 0, 2);
 }
 
+/// Puts a block into a tile as its row r.
+template <BlockFormat kFormat>
+inline void put_block(const std::byte* block, std::int64_t r, std::byte* tile) {
+  constexpr std::int64_t kScale = scale_bytes(kFormat);
+  __builtin_memcpy(tile + r * kScale, block, kScale);
+  for (std::int64_t i = 0; i < block_bytes(kFormat) - kScale; ++i)
+    tile[kBlockTileRows * kScale + code_place(kFormat, r, i)] = block[kScale + i];
+}
+/// Takes it out again.
+template <BlockFormat kFormat>
+inline void take_block(const std::byte* tile, std::int64_t r, std::byte* block) {
+  constexpr std::int64_t kScale = scale_bytes(kFormat);
+  __builtin_memcpy(block, tile + r * kScale, kScale);
+  for (std::int64_t i = 0; i < block_bytes(kFormat) - kScale; ++i)
+    block[kScale + i] = tile[kBlockTileRows * kScale + code_place(kFormat, r, i)];
+}
+
+/// The weights of one block.
+template <BlockFormat kFormat, class T>
+inline void unpack_block(const std::byte* block, T* out) {
+  constexpr bool kNormal = kFormat == BlockFormat::nf4;
+  const float scale = kNormal ? single_scale_of(block) : scale_of(block);
+  if constexpr (kFormat == BlockFormat::q8_0) {
+    const auto* q = reinterpret_cast<const std::int8_t*>(block + 2);
+    for (std::int64_t i = 0; i < kBlockTerms; ++i) out[i] = static_cast<T>(static_cast<float>(q[i]) * scale);
+  } else {
+    const auto* q = reinterpret_cast<const std::uint8_t*>(block + scale_bytes(kFormat));
+    const auto weight = [&](int code) {
+      return static_cast<T>((kNormal ? kNormalFloat[code] : static_cast<float>(code - 8)) * scale);
+    };
+    for (std::int64_t i = 0; i < kHalfBlock; ++i) out[i] = weight(q[i] & 15), out[i + kHalfBlock] = weight(q[i] >> 4);
+  }
+}
+
+#if defined(__AVX512BW__)
 /// Numbers 0 to 15 and 16 to 31 as bfloat16, rounded to nearest even.
 [[gnu::always_inline]] inline __m512i rounded(__m512 first, __m512 second) {
 #if defined(__AVX512BF16__)
@@ -61,79 +90,127 @@ constexpr std::int64_t kScaleBytes = kFormat == BlockFormat::nf4 ? 4 : 2;
 [[gnu::always_inline]] inline void put(__m512 first, __m512 second, bfloat16* out) {
   _mm512_storeu_si512(out, rounded(first, second));
 }
-[[gnu::always_inline]] inline __m128i sixteen_bytes(const std::byte* at) {
-  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
-}
 
-template <class T>
-[[gnu::always_inline]] inline void unpack_q8_0(const std::byte* block, T* out) {
-  const __m512 scale = scales_of(block);
-  const auto weights = [&](std::int64_t i) __attribute__((always_inline)) {
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(sixteen_bytes(block + 2 + i))), scale);
-  };
-  put(weights(0), weights(kHalfBlock), out);
-}
-
-/// The sixteen weights that a block may have.
+/// The scale of row r of a tile in every lane.
 template <BlockFormat kFormat>
-[[gnu::always_inline]] inline __m512 table_of(const std::byte* block) {
-  if constexpr (kFormat == BlockFormat::nf4)
-    return _mm512_mul_ps(_mm512_set1_ps(single_scale_of(block)), _mm512_loadu_ps(kNormalFloat));
-  return _mm512_mul_ps(scales_of(block), _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
+[[gnu::always_inline]] inline __m512 scale_of_row(const std::byte* tile, int r) {
+  if constexpr (kFormat == BlockFormat::nf4) return _mm512_set1_ps(single_scale_of(tile + 4 * r));
+  std::uint16_t bits;
+  __builtin_memcpy(&bits, tile + 2 * r, sizeof(bits));
+  return _mm512_cvtph_ps(_mm256_set1_epi16(static_cast<short>(bits)));
 }
 
+/// The codes of a tile row by row, 16 bytes in each quarter of a register: of row 4 quarter + i in register i (q4_0);
+/// of rows 2 quarter and 2 quarter + 1 of every eight in a register each (nf4, and q8_0 for each half of its blocks).
+/// In a quarter the bytes are in the order of the tile.
 template <BlockFormat kFormat>
-[[gnu::always_inline]] inline void unpack_halves(const std::byte* block, float* out) {
-  const __m512 table = table_of<kFormat>(block);
-  const __m512i places = _mm512_cvtepu8_epi32(sixteen_bytes(block + kScaleBytes<kFormat>));  // a look-up takes 4 bits
-  put(_mm512_permutexvar_ps(places, table), _mm512_permutexvar_ps(_mm512_srli_epi32(places, 4), table), out);
+struct CodesOfRows {
+  __m512i part[kFormat == BlockFormat::q8_0 ? 8 : 4];
+  [[gnu::always_inline]] explicit CodesOfRows(const std::byte* tile) {
+    constexpr int kCount = static_cast<int>(sizeof(part) / sizeof(part[0]));
+    for (int i = 0; i < kCount; ++i)
+      part[i] = _mm512_loadu_si512(tile + kBlockTileRows * scale_bytes(kFormat) + 64 * i);
+    if constexpr (kFormat == BlockFormat::q4_0) {
+      const __m512i low = _mm512_unpacklo_epi32(part[0], part[1]), high = _mm512_unpackhi_epi32(part[0], part[1]),
+                    next_low = _mm512_unpacklo_epi32(part[2], part[3]),
+                    next_high = _mm512_unpackhi_epi32(part[2], part[3]);
+      part[0] = _mm512_unpacklo_epi64(low, next_low), part[1] = _mm512_unpackhi_epi64(low, next_low);
+      part[2] = _mm512_unpacklo_epi64(high, next_high), part[3] = _mm512_unpackhi_epi64(high, next_high);
+    } else {
+      for (int i = 0; i < kCount; i += 2) {
+        const __m512i even = _mm512_unpacklo_epi64(part[i], part[i + 1]);
+        part[i + 1] = _mm512_unpackhi_epi64(part[i], part[i + 1]);
+        part[i] = even;
+      }
+    }
+  }
+};
+
+/// For each byte of a row in order, zero-extended to kBytes (sign-extended after an arithmetic shift from the top:
+/// kAtTop), where it lies in its quarter.
+template <BlockFormat kFormat, int kBytes, bool kAtTop = false>
+struct Spread {
+  alignas(64) std::uint8_t from[64];
+  constexpr Spread() : from() {
+    constexpr int kRun = kFormat == BlockFormat::q4_0 ? 4 : 8;
+    for (int at = 0; at < 64; ++at) {
+      const int i = at / kBytes % 16;
+      from[at] = at % kBytes == (kAtTop ? kBytes - 1 : 0)
+                     ? static_cast<std::uint8_t>(i / kRun * kRun + code_place(kFormat, 0, i) % 64)
+                     : 0x80;
+    }
+  }
+  /// Of the row in quarter kQuarter.
+  template <int kQuarter>
+  [[gnu::always_inline]] __m512i operator()(__m512i rows) const {
+    return _mm512_shuffle_epi8(_mm512_shuffle_i32x4(rows, rows, kQuarter * 0x55), _mm512_load_si512(from));
+  }
+};
+template <BlockFormat kFormat, int kBytes, bool kAtTop = false>
+constexpr Spread<kFormat, kBytes, kAtTop> kSpread;
+
+/// The sixteen weights that a block of such a scale may have.
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline __m512 table_of(__m512 scale) {
+  if constexpr (kFormat == BlockFormat::nf4) return _mm512_mul_ps(scale, _mm512_loadu_ps(kNormalFloat));
+  return _mm512_mul_ps(scale, _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-/// Places of the weights of a block in a table of sixteen, in four bits of sixteen. Above them there may be other bits.
-template <BlockFormat kFormat>
-[[gnu::always_inline]] inline __m512i places_of(const std::byte* block) {
-  const __m512i bytes_of_words = _mm512_cvtepu8_epi16(_mm256_setr_epi8(
-      0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-  const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
-  const __m512i words =
-      _mm512_shuffle_epi8(_mm512_broadcast_i32x4(sixteen_bytes(block + kScaleBytes<kFormat>)), bytes_of_words);
-  return _mm512_srlv_epi16(words, shifts);
-}
-template <BlockFormat kFormat>
-[[gnu::always_inline]] inline void unpack_halves(const std::byte* block, bfloat16* out) {
-  const __m512 table = table_of<kFormat>(block);
-  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(places_of<kFormat>(block), rounded(table, table)));  // takes 5 bits
-}
-
-/// Two blocks, whose tables share a register.
-template <BlockFormat kFormat>
-[[gnu::always_inline]] inline void unpack_two_halves(const std::byte* block, bfloat16* out, bfloat16* out_of_next) {
-  const std::byte* const next = block + block_bytes(kFormat);
-  const __m512i tables = rounded(table_of<kFormat>(block), table_of<kFormat>(next));
-  const __m512i places = _mm512_and_si512(places_of<kFormat>(block), _mm512_set1_epi16(15)),
-                places_of_next = _mm512_or_si512(places_of<kFormat>(next), _mm512_set1_epi16(16));
-  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(places, tables));
-  _mm512_storeu_si512(out_of_next, _mm512_permutexvar_epi16(places_of_next, tables));
-}
-#else
-template <class T>
-inline void unpack_q8_0(const std::byte* block, T* out) {
-  const float scale = scale_of(block);
-  const auto* q = reinterpret_cast<const std::int8_t*>(block + 2);
-  for (std::int64_t i = 0; i < kBlockTerms; ++i) out[i] = static_cast<T>(static_cast<float>(q[i]) * scale);
-}
-
-template <BlockFormat kFormat, class T>
-inline void unpack_halves(const std::byte* block, T* out) {
-  constexpr bool kNormal = kFormat == BlockFormat::nf4;
-  const float scale = kNormal ? single_scale_of(block) : scale_of(block);
-  const auto* q = reinterpret_cast<const std::uint8_t*>(block + kScaleBytes<kFormat>);
-  const auto weight = [&](int code) {
-    return static_cast<T>((kNormal ? kNormalFloat[code] : static_cast<float>(code - 8)) * scale);
-  };
-  for (std::int64_t i = 0; i < kHalfBlock; ++i) out[i] = weight(q[i] & 15), out[i + kHalfBlock] = weight(q[i] >> 4);
+/// Rows kRow and kRow + 1 of a tile. The tables of 4-bit weights share a register where they are bfloat16.
+template <BlockFormat kFormat, int kRow, class T>
+[[gnu::always_inline]] inline void unpack_two_rows(const std::byte* tile, const CodesOfRows<kFormat>& codes, T* out,
+                                                   std::int64_t ldo) {
+  constexpr bool kLanesOfRows = kFormat == BlockFormat::q4_0;
+  constexpr int kQuarter = kLanesOfRows ? kRow / 4 : kRow % 8 / 2;
+  const __m512 scales[] = {scale_of_row<kFormat>(tile, kRow), scale_of_row<kFormat>(tile, kRow + 1)};
+  if constexpr (kFormat == BlockFormat::q8_0) {
+    for (int r = 0; r < 2; ++r) {
+      const auto weights = [&](int half) __attribute__((always_inline)) {
+        const __m512i top =
+            kSpread<kFormat, 4, true>.template operator()<kQuarter>(codes.part[kRow / 8 * 4 + 2 * half + r]);
+        return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_srai_epi32(top, 24)), scales[r]);
+      };
+      put(weights(0), weights(1), out + r * ldo);
+    }
+    return;
+  }
+  const __m512 tables[] = {table_of<kFormat>(scales[0]), table_of<kFormat>(scales[1])};
+  const __m512i* const rows = codes.part + (kLanesOfRows ? kRow % 4 : kRow / 8 * 2);
+  if constexpr (sizeof(T) == 4) {
+    for (int r = 0; r < 2; ++r) {
+      const __m512i places = kSpread<kFormat, 4>.template operator()<kQuarter>(rows[r]);  // a look-up takes 4 bits
+      put(_mm512_permutexvar_ps(places, tables[r]), _mm512_permutexvar_ps(_mm512_srli_epi32(places, 4), tables[r]),
+          out + r * ldo);
+    }
+  } else {
+    const __m512i both = rounded(tables[0], tables[1]),
+                  shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+    const auto places = [&](int r) __attribute__((always_inline)) {
+      return _mm512_srlv_epi16(kSpread<kFormat, 2>.template operator()<kQuarter>(rows[r]), shifts);
+    };
+    const __m512i four_bits = _mm512_set1_epi16(15), of_second = _mm512_set1_epi16(16);
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_and_si512(places(0), four_bits), both));
+    _mm512_storeu_si512(out + ldo, _mm512_permutexvar_epi16(_mm512_or_si512(places(1), of_second), both));
+  }
 }
 #endif
+
+/// out[16][32], ldo apart = the weights of a tile.
+template <BlockFormat kFormat, class T>
+inline void unpack_tile(const std::byte* tile, T* out, std::int64_t ldo) {
+#if defined(__AVX512BW__)
+  const CodesOfRows<kFormat> codes(tile);
+  [&]<int... kPair>(std::integer_sequence<int, kPair...>) __attribute__((always_inline)) {
+    (unpack_two_rows<kFormat, 2 * kPair>(tile, codes, out + 2 * kPair * ldo, ldo), ...);
+  }(std::make_integer_sequence<int, kBlockTileRows / 2>());
+#else
+  for (std::int64_t r = 0; r < kBlockTileRows; ++r) {
+    std::byte block[block_bytes(kFormat)];
+    take_block<kFormat>(tile, r, block);
+    unpack_block<kFormat>(block, out + r * ldo);
+  }
+#endif
+}
 
 }  // namespace
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

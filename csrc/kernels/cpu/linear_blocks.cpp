@@ -6,8 +6,6 @@
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
-constexpr int kBlocksAhead = 4096;  ///< bytes asked for ahead: about as long as memory takes
-
 std::uint16_t half_bits_of(float value) {
   const auto bits = __builtin_bit_cast(std::uint32_t, value), magnitude = bits & 0x7fffffffu;
   const auto sign = static_cast<std::uint16_t>(bits >> 16 & 0x8000u);
@@ -19,32 +17,39 @@ std::uint16_t half_bits_of(float value) {
   return static_cast<std::uint16_t>(sign | ((magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13));
 }
 
-/// One row of K weights.
-template <BlockFormat kFormat, class T>
-void unpack_row(const std::byte* blocks, std::int64_t K, T* out) {
-  constexpr std::int64_t kBytes = block_bytes(kFormat);
-  std::int64_t k = 0;
-#if defined(__AVX512BW__)
-  if constexpr (sizeof(T) == 2 && kFormat != BlockFormat::q8_0)
-    for (; k + 2 * kBlockTerms <= K; k += 2 * kBlockTerms, blocks += 2 * kBytes) {
-      __builtin_prefetch(blocks + kBlocksAhead, 0, 2);
-      unpack_two_halves<kFormat>(blocks, out + k, out + k + kBlockTerms);
-    }
-#endif
-  for (; k < K; k += kBlockTerms, blocks += kBytes) {
-    __builtin_prefetch(blocks + kBlocksAhead, 0, 2);
-    if constexpr (kFormat == BlockFormat::q8_0) unpack_q8_0(blocks, out + k);
-    else unpack_halves<kFormat>(blocks, out + k);
-  }
+/// Calls f with the format as a constant.
+template <class F>
+void with_format(BlockFormat format, const F& f) {
+  if (format == BlockFormat::q8_0) f(std::integral_constant<BlockFormat, BlockFormat::q8_0>());
+  else if (format == BlockFormat::q4_0) f(std::integral_constant<BlockFormat, BlockFormat::q4_0>());
+  else f(std::integral_constant<BlockFormat, BlockFormat::nf4>());
+}
+
+/// The tile of block b of row n.
+template <class Byte>
+Byte* tile_of(BlockFormat format, Byte* tiles, std::int64_t n, std::int64_t b, std::int64_t K) {
+  return tiles + (n / kBlockTileRows * (K / kBlockTerms) + b) * block_tile_bytes(format);
 }
 
 template <class T>
-void unpack_blocks(BlockFormat format, const std::byte* blocks, std::int64_t rows, std::int64_t K, T* out,
-                   std::int64_t ldo) {
-  const auto unpack = format == BlockFormat::q8_0   ? unpack_row<BlockFormat::q8_0, T>
-                      : format == BlockFormat::q4_0 ? unpack_row<BlockFormat::q4_0, T>
-                                                    : unpack_row<BlockFormat::nf4, T>;
-  for (std::int64_t row = 0; row < rows; ++row) unpack(blocks + row * block_row_bytes(format, K), K, out + row * ldo);
+void unpack_blocks(BlockFormat any, const std::byte* tiles, std::int64_t first, std::int64_t rows, std::int64_t K,
+                   T* out, std::int64_t ldo) {
+  with_format(any, [&](auto format) {
+    for (std::int64_t n = first, end = first + rows, count; n < end; n += count, out += count * ldo) {
+      const bool whole = n % kBlockTileRows == 0 && n + kBlockTileRows <= end;
+      count = whole ? kBlockTileRows : 1;
+      const std::byte* tile = tile_of(format(), tiles, n, 0, K);
+      for (std::int64_t k = 0; k < K; k += kBlockTerms, tile += block_tile_bytes(format())) {
+        if (whole) {
+          unpack_tile<format()>(tile, out + k, ldo);
+          continue;
+        }
+        std::byte block[block_bytes(format())];
+        take_block<format()>(tile, n % kBlockTileRows, block);
+        unpack_block<format()>(block, out + k);
+      }
+    }
+  });
 }
 
 /// The float32 reciprocal; 0 of 0.
@@ -136,22 +141,29 @@ void pack_nf4(const float (&w)[kLanes][kBlockTerms], std::int64_t count, std::by
 }
 
 template <class T>
-void pack_blocks(BlockFormat format, const T* w, std::int64_t ldw, std::int64_t rows, std::int64_t K,
-                 std::byte* blocks) {
-  const std::int64_t of_row = K / kBlockTerms, total = rows * of_row, bytes = block_bytes(format);
-  for (std::int64_t block = 0; block < total; block += kLanes) {
-    const std::int64_t count = smaller<std::int64_t>(kLanes, total - block);
-    float terms[kLanes][kBlockTerms] = {};
-    for (std::int64_t b = 0; b < count; ++b) {
-      const T* const from = w + (block + b) / of_row * ldw + (block + b) % of_row * kBlockTerms;
-      for (std::int64_t i = 0; i < kBlockTerms; ++i) terms[b][i] = static_cast<float>(from[i]);
+void pack_blocks(BlockFormat any, const T* w, std::int64_t ldw, std::int64_t first, std::int64_t rows, std::int64_t K,
+                 std::byte* tiles) {
+  const std::int64_t of_row = K / kBlockTerms, total = rows * of_row;
+  with_format(any, [&](auto format) {
+    constexpr std::int64_t kBytes = block_bytes(format());
+    for (std::int64_t block = 0; block < total; block += kLanes) {
+      const std::int64_t count = smaller<std::int64_t>(kLanes, total - block);
+      float terms[kLanes][kBlockTerms] = {};
+      std::byte packed[kLanes * kBytes];
+      for (std::int64_t b = 0; b < count; ++b) {
+        const T* const from = w + (block + b) / of_row * ldw + (block + b) % of_row * kBlockTerms;
+        for (std::int64_t i = 0; i < kBlockTerms; ++i) terms[b][i] = static_cast<float>(from[i]);
+        if constexpr (format() == BlockFormat::q8_0) pack_q8_0(terms[b], packed + b * kBytes);
+        if constexpr (format() == BlockFormat::q4_0) pack_q4_0(terms[b], packed + b * kBytes);
+      }
+      if constexpr (format() == BlockFormat::nf4) pack_nf4(terms, count, packed);
+      for (std::int64_t b = block; b < block + count; ++b) {
+        const std::int64_t n = first + b / of_row;
+        put_block<format()>(packed + (b - block) * kBytes, n % kBlockTileRows,
+                            tile_of(format(), tiles, n, b % of_row, K));
+      }
     }
-    std::byte* const out = blocks + block * bytes;
-    if (format == BlockFormat::nf4) pack_nf4(terms, count, out);
-    else
-      for (std::int64_t b = 0; b < count; ++b)
-        (format == BlockFormat::q8_0 ? pack_q8_0 : pack_q4_0)(terms[b], out + b * bytes);
-  }
+  });
 }
 
 template <int kStrips>
@@ -159,21 +171,37 @@ constexpr auto kRunStrips = [](const auto&... of) { run_block_strips<kStrips>(of
 
 }  // namespace
 
-void unpack_blocks_f32(BlockFormat format, const std::byte* blocks, std::int64_t rows, std::int64_t K, float* out,
-                       std::int64_t ldo) {
-  unpack_blocks(format, blocks, rows, K, out, ldo);
+void unpack_blocks_f32(BlockFormat format, const std::byte* tiles, std::int64_t first, std::int64_t rows,
+                       std::int64_t K, float* out, std::int64_t ldo) {
+  unpack_blocks(format, tiles, first, rows, K, out, ldo);
 }
-void unpack_blocks_bf16(BlockFormat format, const std::byte* blocks, std::int64_t rows, std::int64_t K, bfloat16* out,
-                        std::int64_t ldo) {
-  unpack_blocks(format, blocks, rows, K, out, ldo);
+void unpack_blocks_bf16(BlockFormat format, const std::byte* tiles, std::int64_t first, std::int64_t rows,
+                        std::int64_t K, bfloat16* out, std::int64_t ldo) {
+  unpack_blocks(format, tiles, first, rows, K, out, ldo);
 }
-void pack_blocks_f32(BlockFormat format, const float* w, std::int64_t ldw, std::int64_t rows, std::int64_t K,
+void pack_blocks_f32(BlockFormat format, const float* w, std::int64_t ldw, std::int64_t first, std::int64_t rows,
+                     std::int64_t K, std::byte* tiles) {
+  pack_blocks(format, w, ldw, first, rows, K, tiles);
+}
+void pack_blocks_bf16(BlockFormat format, const bfloat16* w, std::int64_t ldw, std::int64_t first, std::int64_t rows,
+                      std::int64_t K, std::byte* tiles) {
+  pack_blocks(format, w, ldw, first, rows, K, tiles);
+}
+void write_block_rows(BlockFormat any, const std::byte* blocks, std::int64_t first, std::int64_t rows, std::int64_t K,
+                      std::byte* tiles) {
+  with_format(any, [&](auto format) {
+    for (std::int64_t n = first; n < first + rows; ++n)
+      for (std::int64_t b = 0; b < K / kBlockTerms; ++b, blocks += block_bytes(format()))
+        put_block<format()>(blocks, n % kBlockTileRows, tile_of(format(), tiles, n, b, K));
+  });
+}
+void read_block_rows(BlockFormat any, const std::byte* tiles, std::int64_t first, std::int64_t rows, std::int64_t K,
                      std::byte* blocks) {
-  pack_blocks(format, w, ldw, rows, K, blocks);
-}
-void pack_blocks_bf16(BlockFormat format, const bfloat16* w, std::int64_t ldw, std::int64_t rows, std::int64_t K,
-                      std::byte* blocks) {
-  pack_blocks(format, w, ldw, rows, K, blocks);
+  with_format(any, [&](auto format) {
+    for (std::int64_t n = first; n < first + rows; ++n)
+      for (std::int64_t b = 0; b < K / kBlockTerms; ++b, blocks += block_bytes(format()))
+        take_block<format()>(tile_of(format(), tiles, n, b, K), n % kBlockTileRows, blocks);
+  });
 }
 
 std::int64_t block_product_rows() { return kMostBlockRows; }

@@ -11,26 +11,9 @@ namespace {
 static_assert(kBlockTerms == kTileTerms);
 
 constexpr int kGroups = static_cast<int>(kLinearTileN) / kTileRows, kSteps = 4;  // of 16 rows; of a chunk
-constexpr int kRowsOfStep = static_cast<int>(kLinearTileN) / kSteps;             // unpacked between two tile steps
 constexpr std::int64_t kTileSize = kTileRows * kTileTerms, kChunkSize = kGroups * kSteps * kTileSize;
 constexpr std::int64_t kMostRows = 2 * kTileRows;
-static_assert(kGroups == 3 && kLinearTileN % kSteps == 0);
-
-/// `count` neighbouring blocks of a row; each is a row of another tile.
-template <BlockFormat kFormat>
-[[gnu::always_inline]] inline void unpack_steps(const std::byte* blocks, int count, bfloat16* out) {
-  constexpr std::int64_t kBytes = block_bytes(kFormat);
-  int i = 0;
-  if constexpr (kFormat == BlockFormat::q8_0) {
-    for (; i < count; ++i) unpack_q8_0(blocks + i * kBytes, out + i * kTileSize);
-  } else {
-#if defined(__AVX512BW__)
-    for (; i + 2 <= count; i += 2)
-      unpack_two_halves<kFormat>(blocks + i * kBytes, out + i * kTileSize, out + (i + 1) * kTileSize);
-#endif
-    for (; i < count; ++i) unpack_halves<kFormat>(blocks + i * kBytes, out + i * kTileSize);
-  }
-}
+static_assert(kGroups == 3 && kTileRows == kBlockTileRows);
 
 /// Adds one step: tiles 0 to 2 are sums with the first 16 rows of x, 3 to 5 with the next 16.
 template <int kColumns>
@@ -54,26 +37,22 @@ template <int kColumns>
 template <BlockFormat kFormat, int kColumns>
 [[gnu::noinline]] void multiply_strip(Tiles& tiles, const BlockStrip& strip, const LinearInput<bfloat16>& p,
                                       float* by_column) {
-  constexpr std::int64_t kBytes = block_bytes(kFormat), kLine = 64;
+  constexpr std::int64_t kBytes = block_tile_bytes(kFormat);
   alignas(64) std::byte room[2 * kChunkSize * sizeof(bfloat16)];
   auto* unpacked = reinterpret_cast<bfloat16*>(room);
   bfloat16* multiplied = unpacked + kChunkSize;
-  const std::int64_t steps = tile_steps(p.K), row_bytes = steps * kBytes;
+  const std::int64_t steps = tile_steps(p.K), row_bytes = block_row_bytes(kFormat, p.K);
   const auto* x = static_cast<const std::uint32_t*>(p.packed);
-  const std::byte *ahead = strip.rows + kLinearTileN * row_bytes, *asked = ahead;
   tiles.template zero<0>(), tiles.template zero<1>(), tiles.template zero<2>();
   if constexpr (kColumns > 1) tiles.template zero<3>(), tiles.template zero<4>(), tiles.template zero<5>();
   int before = 0;  // steps of the chunk that is multiplied
   for (std::int64_t s = 0; s < steps || before > 0; s += kSteps) {
     const int count = static_cast<int>(clamped(steps - s, 0, kSteps));
     for (int step = 0; step < kSteps; ++step) {
-      for (int r = step * kRowsOfStep; count > 0 && r < (step + 1) * kRowsOfStep; ++r) {
-        if (strip.asks_ahead)
-          for (ahead += count * kBytes; asked < ahead; asked += kLine) __builtin_prefetch(asked, 0, 2);
-        const std::byte* const blocks = strip.rows + smaller<std::int64_t>(r, strip.have - 1) * row_bytes + s * kBytes;
-        bfloat16* const out = unpacked + r / kTileRows * kSteps * kTileSize + r % kTileRows * kTileTerms;
-        if (count == kSteps) unpack_steps<kFormat>(blocks, kSteps, out);
-        else unpack_steps<kFormat>(blocks, count, out);
+      for (int g = 0; step < count && g < kGroups; ++g) {
+        const std::byte* const tile = strip.rows(g, row_bytes) + (s + step) * kBytes;
+        ask_for<kFormat>(tile + strip.ahead);
+        unpack_tile<kFormat>(tile, unpacked + (g * kSteps + step) * kTileSize, kTileTerms);
       }
       if (step >= before) continue;
       multiply_step<kColumns>(tiles, multiplied + step * kTileSize, x, packed_group_words(p.K));

@@ -106,9 +106,10 @@ def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
 
     from nemo_rl_cpp._native import C
 
-    blocks = torch.empty(len(values), values.shape[1] // 32 * C.block_bytes(name), dtype=torch.uint8)
+    rows, columns = values.shape
+    blocks = C.zero_blocks(rows, columns, name)
     C.pack_blocks(torch.from_numpy(np.require(values, requirements=["C", "W"])), blocks)
-    return blocks.numpy()
+    return C.read_block_rows(blocks, columns, 0, rows).numpy()
 
 
 def check_family(config: Mapping[str, Plain]) -> None:

@@ -135,11 +135,14 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
 
         def put(name: str, raw: RawTensor) -> None:
             if name in blocks:
-                own = model.blocks_of(blocks[name])
+                own, rows = model.blocks_of(blocks[name]), blocks[name].shape[0]
                 if own.dim() == 1:
                     own.copy_(tensor_of(raw))
-                elif raw.dtype in ("Q8_0", "Q4_0", "NF4") and raw.data.nbytes == own.nbytes:  # the model's format
-                    own.view(-1).copy_(torch.frombuffer(raw.data, dtype=torch.uint8))
+                elif (
+                    raw.dtype in ("Q8_0", "Q4_0", "NF4") and raw.data.nbytes == rows * own.shape[1]
+                ):  # the model's format
+                    file_rows = torch.frombuffer(raw.data, dtype=torch.uint8).view(rows, -1)
+                    C.write_block_rows(file_rows, own, blocks[name].shape[1], blocks[name].begin)
                 else:
                     pack_blocks(model, blocks[name], tensor_of(raw))
             else:
@@ -154,7 +157,7 @@ def pack_blocks(model: C.DecoderModel, spec: C.BlockSpec, weights: Tensor) -> No
     """Quantise one matrix `weights` [rows, columns] of any floating dtype, and store it as the model's quantised
     parameter `spec`."""
     is_read = weights.dtype in (torch.float32, torch.bfloat16)
-    C.pack_blocks(weights if is_read else weights.float(), model.blocks_of(spec))
+    C.pack_blocks(weights if is_read else weights.float(), model.blocks_of(spec), spec.begin)
 
 
 def tensor_of(raw: RawTensor) -> torch.Tensor:

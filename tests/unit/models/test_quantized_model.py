@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from block_matrices import blocks_in, blocks_of, kind_in
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.hub.sources import ModelFolderError
@@ -46,10 +47,9 @@ def dequantised(sizes, kind, dtype):
     for spec in quantised.blocks:
         if len(spec.shape) == 1:  # the bias of a router, which is not quantised
             continue
-        blocks = torch.empty_like(quantised.blocks_of(spec))
-        C.pack_blocks(views[spec.name].clone(), blocks)
-        assert torch.equal(blocks, quantised.blocks_of(spec)), spec.name
-        C.unpack_blocks(blocks, views[spec.name])
+        expected = blocks_of(views[spec.name].clone(), kind_in(quantised, spec))
+        assert torch.equal(blocks_in(quantised, spec), expected), spec.name
+        C.unpack_blocks(quantised.blocks_of(spec), views[spec.name], spec.begin)
     plain.masters_changed()
     return quantised, plain
 
@@ -69,7 +69,7 @@ def test_logits_of_a_quantised_model_are_bit_identical_to_those_of_its_dequantis
 def test_quantised_weights_use_the_bits_per_weight_of_their_format(kind):
     quantised, plain = model_of(SIZES, kind, torch.bfloat16), model_of(SIZES, None, torch.bfloat16)
     names = [spec.name for spec in quantised.blocks]
-    bits = {spec.name: quantised.blocks_of(spec).nbytes * 8 / math.prod(spec.shape) for spec in quantised.blocks}
+    bits = {spec.name: blocks_in(quantised, spec).nbytes * 8 / math.prod(spec.shape) for spec in quantised.blocks}
     in_layers = [name for name in names if name.startswith("model.layers.")]
     assert len(in_layers) == 7 * 3
     for name in in_layers:
@@ -101,7 +101,9 @@ def test_memory_estimate_of_a_quantised_base_counts_its_blocks_once_and_no_merge
                            *(f"++policy.hf_config_overrides.{key}={value}" for key, value in sizes.items())]
     )  # fmt: skip
     model = model_of(config.policy.hf_config_overrides, kind, torch.bfloat16)
-    stored = model.compute.nbytes + sum(model.blocks_of(spec).nbytes for spec in model.blocks)
+    stored = model.compute.nbytes + sum(
+        (model.blocks_of(spec) if len(spec.shape) == 1 else blocks_in(model, spec)).nbytes for spec in model.blocks
+    )
     parts = dict(forecast(config)[0].parts)
     assert parts["policy weights"] == pytest.approx(stored, rel=0.02) and "policy frozen weights" not in parts
 
@@ -115,9 +117,7 @@ def test_weights_are_quantised_from_the_files_dtype_and_not_from_the_rounded_com
     load_weights(loaded, tmp_path)
     views = named_views(plain.specs, plain.compute)
     for spec in loaded.blocks:
-        blocks = torch.empty_like(loaded.blocks_of(spec))
-        C.pack_blocks(views[spec.name].clone(), blocks)
-        assert torch.equal(blocks, loaded.blocks_of(spec))
+        assert torch.equal(blocks_in(loaded, spec), blocks_of(views[spec.name].clone(), kind_in(loaded, spec)))
 
 
 def test_weight_digest_changes_if_one_quantised_block_changes():

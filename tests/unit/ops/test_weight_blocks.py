@@ -4,6 +4,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from block_matrices import blocks_of, dense, matrix_of
 from nemo_rl_cpp._native import CPU_CAPABILITIES, C
 from reference import weight_blocks
 from test_capabilities import USED, under
@@ -16,16 +17,10 @@ def normal(*shape, seed=0, scale=1.0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def blocks_of(w, kind):
-    made = torch.empty(len(w), w.shape[1] // 32 * C.block_bytes(kind), dtype=torch.uint8)
-    C.pack_blocks(w, made)
-    return made
-
-
-def dense(blocks, columns, dtype=torch.float32):
-    w = torch.empty(len(blocks), columns, dtype=dtype)
-    C.unpack_blocks(blocks, w)
-    return w
+def from_rows(raw, columns, kind):
+    matrix = C.zero_blocks(len(raw), columns, kind)
+    C.write_block_rows(raw, matrix, columns)
+    return matrix
 
 
 def weights_of_every_kind():
@@ -72,7 +67,7 @@ def test_nf4_quantisation_error_is_smaller_than_that_of_bitsandbytes():
     groups = w.view(-1, 64, 1)
     scale = groups.abs().amax(1, keepdim=True)
     theirs = levels[(groups / scale - levels).abs().argmin(2)] * scale[..., 0]
-    ours = dense(blocks_of(w, "nf4"), 256)
+    ours = dense(matrix_of(w, "nf4"), 256)
     assert (ours - w).norm() < 0.85 * (theirs.view(w.shape) - w).norm()
 
 
@@ -83,9 +78,10 @@ def test_dequantised_nf4_weights_equal_those_of_a_slow_reference():
     scales = np.exp2(draw.uniform(-120, 120, len(raw))).astype(np.float32)
     scales[:3] = 0.0, np.finfo(np.float32).max, 2.0**-120
     raw[:, :4] = scales.view(np.uint8).reshape(-1, 4)
-    ours = dense(torch.from_numpy(raw), 32)
+    matrix = from_rows(torch.from_numpy(raw), 32, "nf4")
+    ours = dense(matrix, 32)
     assert ours.tolist() == [weight_blocks.decoded(row.tobytes(), "nf4") for row in raw]
-    assert torch.equal(dense(torch.from_numpy(raw), 32, torch.bfloat16), ours.bfloat16())
+    assert torch.equal(dense(matrix, 32, torch.bfloat16), ours.bfloat16())
 
 
 def blocks_of_every_scale(kind):
@@ -101,9 +97,10 @@ def blocks_of_every_scale(kind):
 @pytest.mark.parametrize("kind", GGML)
 def test_dequantised_weights_equal_those_of_reference_decoders(kind):
     raw = blocks_of_every_scale(kind)
-    ours = dense(torch.from_numpy(raw), 32)
+    matrix = from_rows(torch.from_numpy(raw), 32, kind)
+    ours = dense(matrix, 32)
     assert np.array_equal(ours.numpy(), gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind.upper()]))
-    assert torch.equal(dense(torch.from_numpy(raw), 32, torch.bfloat16), ours.bfloat16())
+    assert torch.equal(dense(matrix, 32, torch.bfloat16), ours.bfloat16())
     for row in range(0, len(raw), 997):
         assert ours[row].tolist() == weight_blocks.decoded(raw[row].tobytes(), kind)
 
@@ -111,7 +108,7 @@ def test_dequantised_weights_equal_those_of_reference_decoders(kind):
 @pytest.mark.parametrize("kind", GGML)
 @pytest.mark.parametrize("rows", [1, 8])
 def test_products_of_unit_vectors_are_the_dequantised_weights_for_every_scale(kind, rows):
-    blocks = torch.from_numpy(blocks_of_every_scale(kind))
+    blocks = from_rows(torch.from_numpy(blocks_of_every_scale(kind)), 32, kind)
     w = dense(blocks, 32, torch.bfloat16).float()
     for x in torch.eye(32, dtype=torch.bfloat16).split(rows):
         y = torch.empty(rows, len(blocks))
@@ -122,7 +119,7 @@ def test_products_of_unit_vectors_are_the_dequantised_weights_for_every_scale(ki
 @pytest.mark.parametrize("kind", FORMATS)
 def test_quantisation_error_of_a_matrix_is_within_the_bound_of_its_format(kind):
     w = normal(64, 256, seed=3)
-    error = (dense(blocks_of(w, kind), 256) - w).norm() / w.norm()
+    error = (dense(matrix_of(w, kind), 256) - w).norm() / w.norm()
     assert error < {"q8_0": 0.006, "q4_0": 0.1, "nf4": 0.1}[kind]
 
 
@@ -131,10 +128,10 @@ import itertools
 import torch
 from nemo_rl_cpp._native import C
 
-def blocks_of(w, kind):
-    made = torch.empty(len(w), w.shape[1] // 32 * C.block_bytes(kind), dtype=torch.uint8)
-    C.pack_blocks(w, made)
-    return made
+def matrix_of(w, kind):
+    matrix = C.zero_blocks(*w.shape, kind)
+    C.pack_blocks(w, matrix)
+    return matrix
 
 def normal(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -163,7 +160,7 @@ def backward(dy, w, k, dtype, add_to):
 def check(MOST, ROWS, THREADS, SHAPES):
     for kind, dtype, (N, K) in itertools.product(("q8_0", "q4_0", "nf4"), (torch.bfloat16, torch.float32), SHAPES):
         x, dy = normal(MOST, K, seed=0).to(dtype), normal(MOST, N, seed=4).to(dtype)
-        blocks = blocks_of(normal(N, K, seed=1) * 0.1, kind)
+        blocks = matrix_of(normal(N, K, seed=1) * 0.1, kind)
         w, bias, h = torch.empty(N, K, dtype=dtype), normal(N, seed=2).to(dtype), normal(MOST, max(N, K), seed=3)
         C.unpack_blocks(blocks, w)
         whole = None
@@ -211,7 +208,7 @@ def test_products_with_quantised_matrices_that_underflow_or_overflow_equal_dequa
     w[3], w[4], w[20:25, ::2] = 0.0, 1e-8, 0.0
     if kind != "nf4":
         w[50] = 1e7  # its scale is infinite in float16 (q4_0), or nearly
-    blocks = blocks_of(w, kind)
+    blocks = matrix_of(w, kind)
     x = normal(rows, 128, seed=9).bfloat16()
     x[0] *= 2.0**-125
     x[-1, 7] = 0.0 if rows == 1 else float("inf")
@@ -223,8 +220,23 @@ def test_products_with_quantised_matrices_that_underflow_or_overflow_equal_dequa
     assert torch.equal(y.view(torch.int32), expected.view(torch.int32))
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_written_to_a_matrix_in_parts_are_read_and_dequantised_like_all_at_once(kind):
+    """The parts begin and end within tiles of 16 rows."""
+    w, parts = normal(75, 96, seed=10), C.zero_blocks(75, 96, kind)
+    whole, first = blocks_of(w, kind), 0
+    for part in w.split((7, 30, 3, 35)):
+        C.pack_blocks(part, parts, first)
+        assert torch.equal(C.read_block_rows(parts, 96, first, len(part)), whole[first : first + len(part)])
+        rows = torch.empty_like(part)
+        C.unpack_blocks(parts, rows, first)
+        assert torch.equal(rows, dense(matrix_of(w, kind), 96)[first : first + len(part)])
+        first += len(part)
+    assert torch.equal(C.read_block_rows(parts, 96, 0, 75), whole)
+
+
 def test_input_gradient_through_quantised_weights_matches_autograd():
-    w = blocks_of(normal(96, 64, seed=5), "q4_0")
+    w = matrix_of(normal(96, 64, seed=5), "q4_0")
     x = normal(7, 64, seed=6).requires_grad_()
     dy, dx = normal(7, 96, seed=7), torch.empty(7, 64)
     (x.double() @ dense(w, 64).double().T).backward(dy.double())
@@ -239,6 +251,12 @@ def test_unsupported_formats_and_shapes_of_quantised_weights_are_errors():
         dense(torch.zeros(2, 35, dtype=torch.uint8), 32)
     with pytest.raises(ValueError, match="a matrix of 16 columns in blocks"):
         dense(torch.zeros(2, 17, dtype=torch.uint8), 16)
-    blocks = torch.zeros(2, 34, dtype=torch.uint8)
+    with pytest.raises(
+        ValueError, match="lies in whole tiles of 16 rows, which take 544 bytes, not 68: .* zero_blocks"
+    ):
+        dense(torch.zeros(2, 34, dtype=torch.uint8), 32)
+    blocks = C.zero_blocks(2, 32, "q8_0")
+    with pytest.raises(ValueError, match="rows from 1 on of blocks"):
+        C.pack_blocks(torch.zeros(2, 32), blocks, 1)
     with pytest.raises(ValueError, match="float32 or bfloat16 on the CPU"):
         C.linear_forward(torch.zeros(1, 32).double(), blocks, None, torch.zeros(1, 2).double())

@@ -51,20 +51,61 @@ inline void take_block(const std::byte* tile, std::int64_t r, std::byte* block) 
     block[kScale + i] = tile[kBlockTileRows * kScale + code_place(kFormat, r, i)];
 }
 
-/// The weights of one block.
+/// Sixteen bytes of codes of a row lie in runs, 64 bytes apart: where byte i of them is once the runs are joined.
+template <BlockFormat kFormat>
+constexpr int kCodeRun = kFormat == BlockFormat::q4_0 ? 4 : 8;
+template <BlockFormat kFormat>
+constexpr int joined_place(int i) {
+  return i / kCodeRun<kFormat> * kCodeRun<kFormat> + static_cast<int>(code_place(kFormat, 0, i) % 64);
+}
+
+/// As many bytes as a register has floats.
+using Codes = std::int8_t __attribute__((vector_size(kRegisterBytes / 4)));
+using Halves = std::int16_t __attribute__((vector_size(kRegisterBytes / 2)));  // GCC widens by one step at a time
+
+/// out[32] = the weights of row r of a tile.
 template <BlockFormat kFormat, class T>
-inline void unpack_block(const std::byte* block, T* out) {
-  constexpr bool kNormal = kFormat == BlockFormat::nf4;
-  const float scale = kNormal ? single_scale_of(block) : scale_of(block);
-  if constexpr (kFormat == BlockFormat::q8_0) {
-    const auto* q = reinterpret_cast<const std::int8_t*>(block + 2);
-    for (std::int64_t i = 0; i < kBlockTerms; ++i) out[i] = static_cast<T>(static_cast<float>(q[i]) * scale);
-  } else {
-    const auto* q = reinterpret_cast<const std::uint8_t*>(block + scale_bytes(kFormat));
-    const auto weight = [&](int code) {
-      return static_cast<T>((kNormal ? kNormalFloat[code] : static_cast<float>(code - 8)) * scale);
+inline void unpack_row(const std::byte* tile, std::int64_t r, T* out) {
+  using Bytes [[gnu::vector_size(16)]] = std::uint8_t;
+  using Run = std::conditional_t<kCodeRun<kFormat> == 4, std::uint32_t, std::uint64_t>;
+  using Runs [[gnu::vector_size(16)]] = Run;
+  constexpr std::int64_t kScale = scale_bytes(kFormat);
+  const float scale = kFormat == BlockFormat::nf4 ? single_scale_of(tile + r * kScale) : scale_of(tile + r * kScale);
+  const std::byte* codes = tile + kBlockTileRows * kScale + code_place(kFormat, r, 0);
+  for (std::int64_t i = 0; i < block_bytes(kFormat) - kScale; i += kHalfBlock) {
+    Runs runs;
+    for (std::size_t run = 0; run < sizeof(Runs) / sizeof(Run); ++run, codes += 64) {
+      Run each;
+      __builtin_memcpy(&each, codes, sizeof(each));
+      runs[run] = each;
+    }
+    std::uint8_t q[kHalfBlock];
+    [&]<int... kByte>(std::integer_sequence<int, kByte...>) __attribute__((always_inline)) {
+      const auto joined = __builtin_bit_cast(Bytes, runs);
+      const Bytes in_order = shuffled<Bytes, joined_place<kFormat>(kByte)...>(joined, joined);
+      __builtin_memcpy(q, &in_order, sizeof(q));
+    }(std::make_integer_sequence<int, static_cast<int>(kHalfBlock)>());
+    if constexpr (kFormat == BlockFormat::nf4) {
+      for (std::int64_t j = 0; j < kHalfBlock; ++j)
+        out[j] = static_cast<T>(kNormalFloat[q[j] & 15] * scale),
+        out[j + kHalfBlock] = static_cast<T>(kNormalFloat[q[j] >> 4] * scale);
+      continue;
+    }
+    constexpr std::int64_t kWidth = kRegisterLanes<float>;
+    const auto put = [&](std::int64_t at, Codes values) __attribute__((always_inline)) {
+      const auto whole = __builtin_convertvector(__builtin_convertvector(values, Halves), RegisterBits<float>);
+      store(out + at, __builtin_convertvector(whole, Register<float>) * splat(scale));
     };
-    for (std::int64_t i = 0; i < kHalfBlock; ++i) out[i] = weight(q[i] & 15), out[i + kHalfBlock] = weight(q[i] >> 4);
+    for (std::int64_t j = 0; j < kHalfBlock; j += kWidth) {
+      Codes codes_at;
+      __builtin_memcpy(&codes_at, q + j, sizeof(codes_at));
+      if constexpr (kFormat == BlockFormat::q8_0) {
+        put(i + j, codes_at);
+      } else {
+        put(j, (codes_at & 15) - 8);
+        put(j + kHalfBlock, (codes_at >> 4 & 15) - 8);
+      }
+    }
   }
 }
 
@@ -132,12 +173,9 @@ template <BlockFormat kFormat, int kBytes, bool kAtTop = false>
 struct Spread {
   alignas(64) std::uint8_t from[64];
   constexpr Spread() : from() {
-    constexpr int kRun = kFormat == BlockFormat::q4_0 ? 4 : 8;
     for (int at = 0; at < 64; ++at) {
-      const int i = at / kBytes % 16;
-      from[at] = at % kBytes == (kAtTop ? kBytes - 1 : 0)
-                     ? static_cast<std::uint8_t>(i / kRun * kRun + code_place(kFormat, 0, i) % 64)
-                     : 0x80;
+      const bool holds = at % kBytes == (kAtTop ? kBytes - 1 : 0);
+      from[at] = holds ? static_cast<std::uint8_t>(joined_place<kFormat>(at / kBytes % 16)) : 0x80;
     }
   }
   /// Of the row in quarter kQuarter.
@@ -204,11 +242,7 @@ inline void unpack_tile(const std::byte* tile, T* out, std::int64_t ldo) {
     (unpack_two_rows<kFormat, 2 * kPair>(tile, codes, out + 2 * kPair * ldo, ldo), ...);
   }(std::make_integer_sequence<int, kBlockTileRows / 2>());
 #else
-  for (std::int64_t r = 0; r < kBlockTileRows; ++r) {
-    std::byte block[block_bytes(kFormat)];
-    take_block<kFormat>(tile, r, block);
-    unpack_block<kFormat>(block, out + r * ldo);
-  }
+  for (std::int64_t r = 0; r < kBlockTileRows; ++r) unpack_row<kFormat>(tile, r, out + r * ldo);
 #endif
 }
 

@@ -40,13 +40,8 @@ void unpack_blocks(BlockFormat any, const std::byte* tiles, std::int64_t first, 
       count = whole ? kBlockTileRows : 1;
       const std::byte* tile = tile_of(format(), tiles, n, 0, K);
       for (std::int64_t k = 0; k < K; k += kBlockTerms, tile += block_tile_bytes(format())) {
-        if (whole) {
-          unpack_tile<format()>(tile, out + k, ldo);
-          continue;
-        }
-        std::byte block[block_bytes(format())];
-        take_block<format()>(tile, n % kBlockTileRows, block);
-        unpack_block<format()>(block, out + k);
+        if (whole) unpack_tile<format()>(tile, out + k, ldo);
+        else unpack_row<format()>(tile, n % kBlockTileRows, out + k);
       }
     }
   });

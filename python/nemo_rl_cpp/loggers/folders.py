@@ -79,15 +79,14 @@ def get_experiment_dir(base_log_dir: str, recorded: object = None, checkpoint: P
     candidate = _recorded(base_log_dir, recorded)
     if candidate is not None and _is_own(candidate, checkpoint):
         return str(candidate)
-    new = get_next_experiment_dir(base_log_dir)
-    if candidate is not None:
+    fate = "is not there"
+    if candidate is not None and candidate.is_dir():
         owner = LogLedger(candidate).owner
         why = f"it holds the logs of {owner}" if owner else "nothing says that it is this run's"
-        why = why if candidate.is_dir() else "it is not there"
-        print(
-            f"The logs go on in {new}: the checkpoint names {recorded}, and {candidate} is left alone ({why}).",
-            flush=True,
-        )
+        fate = f"is left alone ({why})"
+    new = get_next_experiment_dir(base_log_dir)  # may have the name of `candidate`
+    if candidate is not None:
+        print(f"The logs go on in {new}: the checkpoint names {recorded}, and {candidate} {fate}.", flush=True)
     return new
 
 

@@ -212,6 +212,13 @@ def test_run_from_a_copied_checkpoint_does_not_touch_the_first_runs_logs(tmp_pat
     assert f"holds the logs of {tmp_path / 'ck'}" in capsys.readouterr().out
 
 
+def test_resumed_run_with_another_log_dir_says_that_the_folder_of_its_logs_is_not_there(tmp_path, capsys):
+    logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
+    new = get_experiment_dir(str(tmp_path / "logs2"), str(logs), checkpoint)
+    said = f"The logs go on in {new}: the checkpoint names {logs}, and {tmp_path / 'logs2' / 'exp_001'} is not there."
+    assert capsys.readouterr().out.strip() == said
+
+
 def test_resumed_run_does_not_log_into_the_log_folder_of_a_different_run(tmp_path):
     """Its owner is gone, but it is not this run's: its number is another one."""
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")

@@ -98,31 +98,26 @@ def make_component(
         )
 
     def call(**inputs: object) -> Any:
-        given = {**_taken(function, inputs), **kwargs}
-        if missing := sorted(_required(function).difference(given)):
-            raise ValueError(
-                f"{what} asks for {', '.join(missing)}, but its inputs are {', '.join([*inputs, *kwargs])}"
-            )
-        return function(**given)
+        taken, optional = _taken(function, inputs), (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        required = {p.name for p in _parameters(function) or () if p.default is p.empty and p.kind not in optional}
+        if missing := sorted(required.difference(taken, kwargs)):
+            raise ValueError(f"{what} asks for {', '.join(missing)}, but its inputs are {', '.join(inputs)}")
+        return function(**taken, **kwargs)
 
     return Made(found, call)
 
 
-def _required(function: Callable[..., object]) -> set[str]:
-    """Return the names of the parameters of `function` that have no default."""
+def _parameters(function: Callable[..., object]) -> list[inspect.Parameter] | None:
+    """Return the parameters of `function`, or None for a built-in function without a signature."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        return set()
-    return {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        return None
 
 
 def _taken(function: Callable[..., object], inputs: Mapping[str, object]) -> dict[str, object]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return dict(inputs)
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    parameters = _parameters(function)
+    if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(inputs)
     names = {p.name for p in parameters}
     return {key: value for key, value in inputs.items() if key in names}

@@ -71,9 +71,7 @@ def read_config_file(folder: str | Path) -> dict[str, Plain]:
             raise ModelFolderError(
                 f"{folder} is a checkpoint of a run, and its model lies within: did you mean {inner}?"
             )
-        raise ModelFolderError(
-            f"{folder} is not a model folder: it has no config.json (policy.model_name; {path} is missing)"
-        )
+        raise ModelFolderError(f"{folder} is not a model folder: it has no config.json ({path} is missing)")
     return read_json(path)
 
 

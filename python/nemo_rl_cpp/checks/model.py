@@ -226,6 +226,8 @@ def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]
         path = folder.path if folder is not None and name == use.name else local_folder(name)
         if path is None or (is_cached(path) and not (path / "tokenizer.json").is_file()):
             return
+        if name == use.name and not (path / "config.json").is_file():  # no model folder, which is reported already
+            return
         try:
             largest, count = _vocabulary(path)
         except Exception as error:  # noqa: BLE001 - the tokenizers library raises bare Exceptions

@@ -246,8 +246,9 @@ def test_error_for_a_run_folder_as_model_name_suggests_the_weights_folder_inside
     weights.parent.mkdir(parents=True)
     model.rename(weights)
     for name in ("run", "run/step_2"):
-        texts = [text for level, text in said(grpo(name)) if text.startswith("policy.model_name")]
-        assert len(texts) == 1 and texts[0].endswith("did you mean run/step_2/policy/weights?")
+        ((level, text),) = said(grpo(name))
+        assert level == "error" and text.startswith("policy.model_name")
+        assert text.endswith("did you mean run/step_2/policy/weights?")
     assert said(evaluation("run", "generation.vllm_cfg.max_model_len=16", "generation.max_new_tokens=16")) == []
 
 

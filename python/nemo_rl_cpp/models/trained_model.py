@@ -237,20 +237,23 @@ class TrainedModel:
 
     def _score(
         self, model: C.DecoderModel, batch: RaggedBatch, scoring: Scoring = Scoring(), rows: list[int] | None = None,
-        entropies: Tensor | None = None,
+        entropies: bool = False,
     ) -> Tensor:  # fmt: skip
         """Return the log-probability (or critic's value) of each token to score, [T]; 0 at all other tokens. Each rank
         scores its share of the batch (or the samples `rows`, which differ between ranks), and every rank returns the
-        results of all ranks. `entropies` [T] receives the entropies, in nats, of the tokens that this rank scores."""
+        results of all ranks. With `entropies`, return the entropies, in nats, instead."""
         rows = self.ranks.part(batch) if rows is None else rows
         trainer = self.trainer if model is self.model else self._trainer_of(model)
         batching = self._batching("logprob")
         native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching)
         out = torch.zeros(batch.num_tokens, dtype=trainer.out_dtype)
+        entropy = torch.zeros_like(out) if entropies else None
         with self._together(trainer):
             for micro in micro_batches:
                 trainer.forward(native, micro, scoring.temperature, batching.share_prefix, False, False, out,
-                                top_p=scoring.top_p, top_k=scoring.top_k, entropy=entropies)  # fmt: skip
+                                top_p=scoring.top_p, top_k=scoring.top_k, entropy=entropy)  # fmt: skip
+        if entropy is not None:
+            return self.ranks.whole(entropy)
         return self.ranks.whole(without_removed_tokens(out)[0] if scoring.filters else out)
 
     def _score_candidates(

@@ -328,3 +328,16 @@ def test_policy_accepts_its_configuration_section_as_a_dictionary():
     assert policy.config.generation.max_new_tokens == 16
     with pytest.raises(ValueError, match="train_global_batch"):
         Policy(None, section | {"train_global_batch": 1}, tiny_tokenizer())
+
+
+def test_ranks_exchange_only_the_entropies_when_entropies_are_computed(monkeypatch):
+    policy, exchanged = make_policy(), []
+    data = make_data(policy)
+
+    def whole(ranks, of_tokens):
+        exchanged.append(of_tokens)
+        return of_tokens
+
+    monkeypatch.setattr(type(policy.ranks), "whole", whole)
+    entropies = policy.get_entropies(data)["entropies"]
+    assert len(exchanged) == 1 and exchanged[0].sum() == entropies.sum() > 0

@@ -97,9 +97,8 @@ class Policy(TrainedModel, PolicyInterface):
 
     def get_entropies(self, data: Batch) -> BatchedDataDict:
         batch = RaggedBatch.of(data)
-        entropies = torch.zeros(batch.num_tokens, dtype=self.trainer.out_dtype)
-        self._score(self.model, batch, self.scoring.unfiltered(), entropies=entropies)
-        return BatchedDataDict(entropies=in_layout_of(data, batch, self.ranks.whole(entropies)))
+        entropies = self._score(self.model, batch, self.scoring.unfiltered(), entropies=True)
+        return BatchedDataDict(entropies=in_layout_of(data, batch, entropies))
 
     def get_sum_pi_squared(self, data: Batch) -> BatchedDataDict:
         """Return the sum of p^2 over the vocabulary at each token. With logits z, temperature T and log p_T(y) =

@@ -72,7 +72,7 @@ class Resume(NamedTuple):
         if (kept := _kept_groups(self.path)) is not None:
             if kept["cache"] is not None and not collector.sampler.takes(kept["cache"]):
                 print(
-                    "The prompt groups that the checkpoint kept for the next step are left out: the settings of dynamic sampling changed."
+                    "Dropped the prompt groups that the checkpoint kept for the next step, because the settings of dynamic sampling changed."
                 )
             else:
                 collector.sampler.load_state_dict(kept)

@@ -150,7 +150,8 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
     def leave_out(self, batches: list[CollectedState], why: str) -> None:
         """Drop the batches of a checkpoint, and print the reason `why`. Still count the epochs that ended while their
         prompts were drawn, because the data loader is past these prompts."""
-        print(f"{len(batches)} batches that the checkpoint kept for later steps are left out: {why}.")
+        many = "1 batch" if len(batches) == 1 else f"{len(batches)} batches"
+        print(f"Dropped {many} of rollouts that the checkpoint had generated ahead, because {why}.")
         for _ in range(sum(saved["finished_epochs"] for saved in batches)):
             self.state.next_epoch()
 
@@ -178,7 +179,7 @@ class SyncCollector(RolloutCollector):
         """Ignore the checkpoint's batches, if it has any, and print a note: a run with asynchronous rollouts generated
         them ahead, and this collector generates nothing ahead."""
         if state:
-            self.leave_out(state, "rollouts are made in their own step now")
+            self.leave_out(state, "each step of this run generates its own rollouts")
 
 
 @dataclass
@@ -326,7 +327,7 @@ class AsyncCollector(RolloutCollector):
         ids = [saved["samples"]["group_id"] for saved in state if "group_id" in saved["samples"]]
         expected = None if self.groups is None else [self.groups[1]] * self.groups[0]
         if expected is not None and any(torch.bincount(each).tolist() != expected for each in ids):
-            self.leave_out(state, f"they are not of {self.groups[0]} prompts with {self.groups[1]} responses each")
+            self.leave_out(state, f"this run trains on {self.groups[0]} prompts with {self.groups[1]} responses each")
             self._epochs_drawn = self.state.current_epoch
             return
         for saved in state:

@@ -336,7 +336,7 @@ def test_batches_saved_in_a_checkpoint_are_dropped_on_resume_if_the_batch_size_c
         collection = AsyncCollector(*[None] * 5, state, age=1, groups=wanted)
         collection.load_state_dict([kept])
         assert len(collection.state_dict()) == number
-    assert state.current_epoch == 2 and "they are not of 2 prompts with 3 responses each" in capsys.readouterr().out
+    assert state.current_epoch == 2 and "this run trains on 2 prompts with 3 responses each" in capsys.readouterr().out
 
 
 def test_ending_an_async_run_waits_for_unfinished_generation():
@@ -372,11 +372,13 @@ def test_ending_an_async_run_ends_a_generation_that_waits_for_new_weights():
     assert len(ended) == 1 and maker.change is None
 
 
-def test_sync_run_that_resumes_from_an_async_run_drops_its_saved_batches(capsys):
+@pytest.mark.parametrize("epochs, many", [([1], "1 batch"), ([0, 1], "2 batches")])
+def test_sync_run_that_resumes_from_an_async_run_drops_its_saved_batches(epochs, many, capsys):
     state = TrainState(current_epoch=1)
-    SyncCollector(*[None] * 5, state).load_state_dict([{"finished_epochs": 0}, {"finished_epochs": 1}])
+    SyncCollector(*[None] * 5, state).load_state_dict([{"finished_epochs": count} for count in epochs])
     assert state.current_epoch == 2, "the data is past these batches"
-    assert "2 batches that the checkpoint kept for later steps are left out" in capsys.readouterr().out
+    said = "because each step of this run generates its own rollouts."
+    assert capsys.readouterr().out == f"Dropped {many} of rollouts that the checkpoint had generated ahead, {said}\n"
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

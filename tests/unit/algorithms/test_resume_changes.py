@@ -209,7 +209,7 @@ def test_resume_drops_groups_saved_by_dynamic_sampling_if_the_group_size_changed
     if json.loads(file.read_text())["cache"] is None:
         pytest.fail("the run kept no groups: the test tries nothing")
     close(tiny.make(tmp_path, *RUN, *keep, "grpo.max_num_steps=3"))
-    assert "left out" not in capsys.readouterr().out
+    assert "Dropped" not in capsys.readouterr().out
     smaller = ("grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=16")
     other = tiny.make(tmp_path, *RUN, *keep, "grpo.max_num_steps=3", *smaller)
     close(other)

@@ -211,7 +211,7 @@ def summary(run: TrainingRun, first_step: int, seconds: float) -> dict[str, str]
         if latest.is_dir():
             table["checkpoint"] = f"{short_path(latest)} (model: {short_path(latest / 'policy' / 'weights')})"
     table["logs"] = short_path(run.log_dir)
-    if run.report is not None:
+    if run.report is not None and run.report.path.is_file():
         table["report"] = short_path(run.report.path)
     return table
 

@@ -9,6 +9,7 @@ import tiny
 import torch
 from loop_fakes import train
 from nemo_rl_cpp.algorithms.checkpointing import NotSavedError
+from nemo_rl_cpp.algorithms.hooks import summary
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 from safetensors.torch import load_file
 from test_grpo_loop import make
@@ -64,6 +65,17 @@ def test_error_for_the_last_checkpoint_save_on_a_full_disk_says_to_free_space(tm
     with pytest.warns(UserWarning, match="step 2 could not be saved"), pytest.raises(NotSavedError, match=words):
         train(run)
     assert isinstance(NotSavedError(""), ValueError) and saved(tmp_path) == []
+
+
+def test_summary_of_a_run_names_no_report_that_a_full_disk_kept_from_being_written(tmp_path, monkeypatch):
+    run = make(tmp_path, "grpo.max_num_steps=1", "checkpointing.enabled=false", "logger.report=true")
+
+    def full(*args, **kwargs):
+        raise ERRORS[0]
+
+    monkeypatch.setattr(run.report, "_write", full)
+    train(run)
+    assert "logs" in summary(run, 0, 1.0) and "report" not in summary(run, 0, 1.0)
 
 
 def test_checkpoint_save_error_other_than_a_full_disk_ends_the_run(tmp_path):

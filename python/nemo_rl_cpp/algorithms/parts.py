@@ -97,8 +97,8 @@ def make_dataloader(
     message suggests keys of the configuration section `section` to change."""
 
     def one(rows: AllTaskProcessedDataset, batch_size: int) -> StatefulDataLoader:
-        if 0 < len(rows) < batch_size:
-            raise ValueError(f"data.train {too_few_rows(len(rows), batch_size, section)}")
+        if text := too_few_rows(len(rows), batch_size, section):
+            raise ValueError(f"data.train {text}")
         return StatefulDataLoader(
             rows, batch_size, shuffle=data.shuffle, drop_last=True, seed=seed, num_workers=data.num_workers
         )

@@ -46,8 +46,8 @@ def _check_counts(config: TrainMasterConfig, counts: dict[str, int | None]) -> I
         known = [count for count in counts.values() if count is not None]
         counts = {"data.train": sum(known) if len(known) == len(counts) else None}
     for where, count in counts.items():
-        if count is not None and 0 < count < batch_size:
-            yield Finding("error", where, too_few_rows(count, batch_size, config.algorithm))
+        if count and (text := too_few_rows(count, batch_size, config.algorithm)):
+            yield Finding("error", where, text)
 
 
 def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None, list[Finding]]:

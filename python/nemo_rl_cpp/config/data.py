@@ -193,10 +193,13 @@ class EvalDataConfig(DatasetConfig):
         return data
 
 
-def too_few_rows(rows: int, batch_size: int, section: str) -> str:
-    """Return the error message for a data set with fewer rows than a batch; `section` is that of num_prompts_per_step."""
+def too_few_rows(rows: int, batch_size: int, section: str) -> str | None:
+    """Return the error message for a data set with fewer rows than a batch, or None if there are enough. `section` is
+    that of num_prompts_per_step."""
+    if rows >= batch_size:
+        return None
     return (
-        f"has {rows} rows, fewer than one batch of {batch_size}: lower {section}.num_prompts_per_step (or "
+        f"has {rows} row{'s' if rows != 1 else ''}, fewer than one batch of {batch_size}: lower {section}.num_prompts_per_step (or "
         f"{section}.batch_multiplier), or take more data"
     )
 

@@ -52,11 +52,6 @@ class StatefulDataLoader:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if len(dataset) == 0:
             raise ValueError("the data set is empty")
-        if drop_last and len(dataset) < batch_size:
-            raise ValueError(
-                f"the data set has {len(dataset)} rows, fewer than one batch of {batch_size}: lower "
-                "batch_size, or take more data"
-            )
         self.dataset, self.batch_size, self.shuffle = dataset, batch_size, shuffle
         self.collate_fn, self.drop_last, self.seed, self.num_workers = collate_fn, drop_last, seed, num_workers
         self.epoch = 0  # the number of epochs that were finished or abandoned before the current one

@@ -61,6 +61,8 @@ def test_error_for_a_data_set_smaller_than_a_batch_names_the_key_to_lower(found)
     [(level, key, message)] = found(rows(*[("1+1=", "2")] * 2), *batch)
     assert (level, key) == ("error", "data.train")
     assert message.startswith("has 2 rows, fewer than one batch of 3: lower grpo.num_prompts_per_step")
+    [(_, _, message)] = found(rows(("1+1=", "2")), *batch)
+    assert message.startswith("has 1 row, fewer than one batch of 3")
 
 
 def test_error_for_prompts_that_would_be_cut_gives_their_number_and_the_longest_row(found):

@@ -94,7 +94,7 @@ def test_older_iterator_of_a_data_loader_raises_after_a_newer_one_started():
 
 
 def test_invalid_data_loader_options_and_states_are_errors():
-    wrong = (({"batch_size": 0}, "batch_size"), ({"n": 0}, "empty"), ({"n": 2, "drop_last": True}, "lower batch_size"))
+    wrong = (({"batch_size": 0}, "batch_size"), ({"n": 0}, "empty"))
     for options, message in wrong:
         with pytest.raises(ValueError, match=message):
             loader(**options)

@@ -105,10 +105,12 @@ class ResponseDataset(RawDataset):
 
 def _answer(value: object, key: str) -> object:
     """Return the answer `value` as text for the environment: for a conversation, the content of its last message if
-    this is the assistant's; for a number, its string; for an empty cell (NaN), None."""
+    this is the assistant's; for a number, its string; for null, None. Raise ValueError for NaN and infinities."""
     if is_list(value) and value and isinstance(value[-1], Mapping) and value[-1].get("role") == "assistant":
         value = value[-1].get("content")
-    value = None if isinstance(value, float) and not math.isfinite(value) else text_of(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key!r} is {value}: expected a finite number, a text, or null if there is no answer")
+    value = text_of(value)
     if isinstance(value, str):
         check_characters(value, repr(key))
     return value

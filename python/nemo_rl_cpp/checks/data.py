@@ -4,6 +4,7 @@ from collections.abc import Generator, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
+from nemo_rl_cpp.checkpoints.manager import history
 from nemo_rl_cpp.config.access import as_written
 from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig, too_few_rows
 from nemo_rl_cpp.config.env import ENV_REGISTRY
@@ -14,7 +15,10 @@ from nemo_rl_cpp.data.tokenizer import Tokenizer, get_tokenizer
 from nemo_rl_cpp.dotted_names import LoadingError, import_object, is_dotted
 from nemo_rl_cpp.environments.loading import environment_class, environment_target, reward_function
 from nemo_rl_cpp.errors import Finding, note_as_said
+from nemo_rl_cpp.files.durable import json_object
 from nemo_rl_cpp.hub import sources
+
+from .folders import WHAT_TO_DO, changes, read_saved, refusals, short
 
 _MOST_BYTES = 16 * 2**20  # larger files are read once, by the run, which checks every row before it loads the model
 _MOST_FILES = 1000
@@ -34,6 +38,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
     if isinstance(config, TrainMasterConfig):
         trained = {where: count for where, count in counts.items() if where.startswith("data.train")}
         yield from _check_counts(config, trained)
+        yield from _check_position(config, trained)
 
 
 def _check_counts(config: TrainMasterConfig, counts: dict[str, int | None]) -> Iterator[Finding]:
@@ -48,6 +53,22 @@ def _check_counts(config: TrainMasterConfig, counts: dict[str, int | None]) -> I
     for where, count in counts.items():
         if count and (text := too_few_rows(count, batch_size, config.algorithm)):
             yield Finding("error", where, text)
+
+
+def _check_position(config: TrainMasterConfig, counts: Mapping[str, int | None]) -> Iterator[Finding]:
+    """Yield a problem if the run resumes, but its data has another number of rows than that of the checkpoint, so that
+    the checkpoint's position in the data does not apply. `counts` is as in `_check_counts`."""
+    there = history(Path(config.checkpointing.checkpoint_dir)) if config.checkpointing.enabled else []
+    if not there or config.data.use_multiple_dataloader or None in counts.values():
+        return
+    saved, rows = read_saved(there[-1].path), sum(counts.values())
+    before = json_object(saved.path / "train_dataloader.json").get("num_rows", rows)
+    changed = [each for each in changes(saved, config) if each.key.startswith("data.train.")]
+    if before == rows or any(key.startswith("data.") for key, _ in refusals(saved, config)):
+        return
+    key, why = (changed[0].key, f"{changed[0].before} -> {changed[0].now}: the data") if changed else ("data.train", "")
+    why = f"{why} has {rows} rows, not {before}".lstrip()
+    yield Finding("error", key, f"{why}, so this is another run than that of {short(saved.path)}: {WHAT_TO_DO}")
 
 
 def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None, list[Finding]]:

@@ -154,6 +154,22 @@ def test_preflight_reports_changed_keys_that_prevent_a_resume(root, run_of_two_s
     assert [f for f in preflight(config_of(root, run_of_two_steps)) if f.level == "error" and "step_2" in str(f)] == []
 
 
+@pytest.mark.slow
+def test_preflight_reports_data_with_another_number_of_rows_than_the_checkpoint(tmp_path):
+    tiny.train(tmp_path, *RUN, "grpo.max_num_steps=2")
+    folders = [f"logger.log_dir={tmp_path / 'logs'}", f"checkpointing.checkpoint_dir={tmp_path / 'checkpoints'}"]
+
+    def errors(*overrides):
+        config = load_grpo_config("grpo_tiny.yaml", [*RUN, *folders, *overrides])
+        return [str(f) for f in preflight(config) if f.level == "error"]
+
+    assert errors("data.train.num_digits=3", "+data.train.seed=42") == []
+    (text,) = errors("data.train.num_digits=2")
+    assert re.match(r"data.train.num_digits 3 -> 2: the data has \d+ rows, not 849, so this is another run than", text)
+    (text,) = errors("+data.train.num_samples=500")
+    assert text.startswith("data.train.num_samples (not set) -> 500: the data has 500 rows, not 849")
+
+
 @pytest.mark.parametrize(("override", "words"), [
     ("policy.hf_config_overrides.num_attention_heads=8", "num_attention_heads 4 -> 8 is another architecture"),
     ("++policy.hf_config_overrides.rope_theta=7.0", "rope_theta .* -> 7.0 is another architecture"),

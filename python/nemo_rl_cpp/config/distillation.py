@@ -9,7 +9,7 @@ from pydantic import ConfigDict, PrivateAttr
 
 from nemo_rl_cpp.dotted_names import is_user_defined
 
-from .base import Count, Fraction, Int, NonNegative, Positive, Real, Section, key, section
+from .base import Fraction, Int, NonNegative, Positive, Real, Section, key, section
 from .cluster import engines_of
 from .errors import Report
 from .loop import AdvEstimatorConfig, GRPOEstimator, LoopConfig, OnePassLoop
@@ -121,7 +121,7 @@ class DistillationConfig(LoopConfig):
     num_prompts_per_step: Positive = 128
     num_generations_per_prompt: Positive = 1
     max_num_epochs: Positive = 10
-    max_num_steps: Count = 1000
+    max_num_steps: Positive = 1000
     val_period: Int = 20
     val_batch_size: Positive | None = 64
     max_val_samples: Positive | None = 512
@@ -224,7 +224,7 @@ class SFTConfig(OnePassLoop):
     of the dataset."""
 
     section_name: ClassVar[str] = "sft"
-    max_num_steps: Count = 60
+    max_num_steps: Positive = 60
     val_batches: Int = key(8, "Number of batches per validation. 0 or less: all.")
     val_global_batch_size: Positive = key(32, "Number of rows in a validation batch.")
     val_micro_batch_size: Positive = key(1, "Number of rows in a validation micro-batch.")

@@ -130,7 +130,7 @@ class OnePassLoop(Section):
 
     max_num_epochs: Positive = 1
     """Number of passes over the data. Training ends after max_num_epochs or max_num_steps, whichever comes first."""
-    max_num_steps: Count = 1000000
+    max_num_steps: Positive = 1000000
     """Number of training steps. Training ends after max_num_epochs or max_num_steps, whichever comes first."""
     val_period: Int = key(10, "Number of steps between validations. 0 or less: no validation at intervals.")
     val_at_start: bool = key(False, "Run a validation before the first step.")
@@ -380,7 +380,7 @@ class PPOConfig(LoopConfig):
     max_num_epochs: Epochs = _ENDLESS
     """Number of passes over the data. -1: no limit. Training ends after max_num_epochs or max_num_steps, whichever
     comes first."""
-    max_num_steps: Count = 100000
+    max_num_steps: Positive = 100000
     val_period: Int = 20
     val_at_start: bool = True
     skip_reference_policy_logprobs_calculation: bool = True

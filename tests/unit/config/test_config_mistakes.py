@@ -37,6 +37,7 @@ BAD_FILES = {
     "number for a text": ("policy:\n  model_name: 5", "policy.model_name", 2, ["must be a text", "in quotes"]),
     "scalar for a section": ("grpo:\n  reward_shaping: 5", "grpo.reward_shaping", 2, ["must be a section"]),
     "not positive": ("grpo:\n  num_prompts_per_step: 0", "grpo.num_prompts_per_step", 2, ["must be at least 1"]),
+    "no steps": ("grpo:\n  max_num_steps: 0", "grpo.max_num_steps", 2, ["must be at least 1, not 0"]),
     "infinite": ("policy:\n  model_name: m\n  max_grad_norm: .inf", "policy.max_grad_norm", 3, ["finite number"]),
     "no model": ("policy:\n  precision: float32", "policy.model_name", 1, ["is missing"]),
     "mandatory": ("policy:\n  model_name: ???", "policy.model_name", 2, ["must be given"]),

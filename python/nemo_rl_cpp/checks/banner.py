@@ -12,7 +12,6 @@ GRPO smollm2-135m-instruct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from nemo_rl_cpp.checkpoints.manager import history
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, adapter_sizes, is_experts
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
@@ -24,6 +23,7 @@ from nemo_rl_cpp.models.model_sizes import known_model, model_sizes
 from nemo_rl_cpp.threads import cores, threads_at_start
 
 from .data import data_sections, made_up_quickly
+from .folders import newest_checkpoint
 
 _MOST_BYTES = 64 * 2**20
 """The size in bytes above which a data file's lines are not counted for the banner, because that would take long."""
@@ -52,7 +52,7 @@ def _training(config: TrainMasterConfig) -> Iterator[tuple[str, str]]:
         yield "budget", budget
     checkpointing, newest = config.checkpointing, None
     if checkpointing.enabled:
-        newest = _newest(Path(checkpointing.checkpoint_dir))
+        newest = newest_checkpoint(Path(checkpointing.checkpoint_dir))
         begins = "starts from scratch" if newest is None else f"resumes from {newest.name}"
         yield "folder", f"{Path(checkpointing.checkpoint_dir)}, {begins}"
     else:
@@ -131,13 +131,6 @@ def _memory(config: TrainMasterConfig) -> str:
         return memory.forecast_summary(config) or "not known"
     peak = max(phases, key=lambda phase: phase.total)
     return f"{memory.size_text(peak.total)} at the peak, in {peak.name}; {memory.fit_text(config)}"
-
-
-def _newest(folder: Path) -> Path | None:
-    try:
-        return next((record.path for record in reversed(history(folder))), None)
-    except OSError:  # reported by the checks of folders
-        return None
 
 
 def _data(config: WholeConfig) -> str:

@@ -4,7 +4,6 @@ from collections.abc import Generator, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
-from nemo_rl_cpp.checkpoints.manager import history
 from nemo_rl_cpp.config.access import as_written
 from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig, too_few_rows
 from nemo_rl_cpp.config.env import ENV_REGISTRY
@@ -18,7 +17,7 @@ from nemo_rl_cpp.errors import Finding, note_as_said
 from nemo_rl_cpp.files.durable import json_object
 from nemo_rl_cpp.hub import sources
 
-from .folders import WHAT_TO_DO, changes, read_saved, refusals, short
+from .folders import WHAT_TO_DO, changes, newest_checkpoint, read_saved, refusals, short
 
 _MOST_BYTES = 16 * 2**20  # larger files are read once, by the run, which checks every row before it loads the model
 _MOST_FILES = 1000
@@ -58,10 +57,10 @@ def _check_counts(config: TrainMasterConfig, counts: dict[str, int | None]) -> I
 def _check_position(config: TrainMasterConfig, counts: Mapping[str, int | None]) -> Iterator[Finding]:
     """Yield a problem if the run resumes, but its data has another number of rows than that of the checkpoint, so that
     the checkpoint's position in the data does not apply. `counts` is as in `_check_counts`."""
-    there = history(Path(config.checkpointing.checkpoint_dir)) if config.checkpointing.enabled else []
-    if not there or config.data.use_multiple_dataloader or None in counts.values():
+    newest = newest_checkpoint(Path(config.checkpointing.checkpoint_dir)) if config.checkpointing.enabled else None
+    if newest is None or config.data.use_multiple_dataloader or None in counts.values():
         return
-    saved, rows = read_saved(there[-1].path), sum(counts.values())
+    saved, rows = read_saved(newest), sum(counts.values())
     before = json_object(saved.path / "train_dataloader.json").get("num_rows", rows)
     changed = [each for each in changes(saved, config) if each.key.startswith("data.train.")]
     if before == rows or any(key.startswith("data.") for key, _ in refusals(saved, config)):
@@ -121,7 +120,7 @@ def _check_section(
 
     try:
         if not _is_quick(section):
-            _check_prompt_file(section)
+            _check_unread(section)
             return None
         raw = (load_eval_dataset if evaluation else load_response_dataset)(section)
     except (ValueError, OSError) as error:
@@ -163,13 +162,15 @@ def _is_quick(section: dict[str, object]) -> bool:
     return len(files) <= _MOST_FILES and sum(f.stat().st_size for f in files if f.is_file()) <= _MOST_BYTES
 
 
-def _check_prompt_file(section: dict[str, object]) -> None:
-    """Check the prompt file of a data set whose rows are not checked. Raise ValueError if the file is invalid."""
+def _check_unread(section: dict[str, object]) -> None:
+    """Check the keys and the prompt file of a data set whose rows are not checked. Raise ValueError if one is invalid."""
     from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
-    from nemo_rl_cpp.data.datasets.response_datasets import DATASET_REGISTRY
+    from nemo_rl_cpp.data.datasets.response_datasets import DATASET_REGISTRY, check_types
     from nemo_rl_cpp.data.processors import PROCESSOR_REGISTRY
 
     cls = DATASET_REGISTRY.get(section.get("dataset_name", ""))
+    if cls is not None:
+        check_types(section, cls)
     name = section.get("processor") or getattr(cls, "default_processor", None)
     if cls is not None and name in PROCESSOR_REGISTRY:  # the program that starts the run may register more names
         raw = RawDataset()
@@ -191,6 +192,7 @@ def check_environments(config: WholeConfig) -> Iterator[Finding]:
     if training:
         named.append((f"{config.algorithm}.adv_estimator.name", config.loop.adv_estimator.name, "advantage estimator"))
         named.append(("loss_fn.name", config.loss_fn.name, "loss"))
+        named.append(("data.custom_dataloader", config.data.custom_dataloader, "data loader"))
     sections = list(data_sections(config.data, not training))
     named += [(f"{key}.dataset_name", section.get("dataset_name"), "data set class") for key, section in sections]
     for key, name, what in named:
@@ -199,8 +201,15 @@ def check_environments(config: WholeConfig) -> Iterator[Finding]:
                 import_object(name, what)
             except LoadingError as error:
                 yield Finding("error", key, f"cannot be used: {error}")
+    scored = training and config.algorithm != "sft"
+    for key, section in sections if scored else ():
+        if section.get("env_name") is None:
+            yield Finding("error", f"{key}.env_name", "is missing: name the section of env that scores the responses")
     for name in dict.fromkeys(section.get("env_name") for _, section in sections):
         if name is None or name not in config.env:
+            continue
+        if scored and config.env[name] is None:
+            yield Finding("error", f"env.{name}", "is null: write {} for an environment with its defaults")
             continue
         try:
             if name == "reward_functions":

@@ -106,6 +106,14 @@ def changes(saved: Saved, config: WholeConfig) -> list[Change]:
     ]
 
 
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest checkpoint in a folder, or None if there is none or the folder cannot be used (see `check`)."""
+    try:
+        return next((record.path for record in reversed(history(folder))), None)
+    except OSError:
+        return None
+
+
 def headline(saved: Saved, changed: list[Change]) -> str:
     """Return the first line that a resumed run prints: its checkpoint and which keys have changed."""
     begin = f"Resuming {short(saved.path)}, saved {saved.time}."

@@ -65,6 +65,29 @@ def test_error_for_a_data_set_smaller_than_a_batch_names_the_key_to_lower(found)
     assert message.startswith("has 1 row, fewer than one batch of 3")
 
 
+@pytest.mark.parametrize(
+    "overrides, key, words",
+    [("data.train.num_digits=abc", "data.train", "num_digits must be an integer, not 'abc'"),
+     ("data.train.num_digits=null", "data.train", "num_digits must be an integer, not null"),
+     ("+data.train.split=3", "data.train", "split must be a text, not 3"),
+     ("data.default.env_name=null data.validation=null", "data.train.env_name", "is missing: name the section of env"),
+     ("env.reverse_digits=null", "env.reverse_digits", "is null: write {}"),
+     ("data.use_multiple_dataloader=true data.custom_dataloader=no_module.function", "data.custom_dataloader", "no module no_module")],
+)  # fmt: skip
+def test_invalid_keys_of_data_and_environments_are_reported_before_the_run(overrides, key, words):
+    config = load_grpo_config("grpo_tiny.yaml", overrides.split())
+    ((level, found, message),) = [
+        (f.level, f.key, f.message) for f in (*data.check_environments(config), *data.check(config))
+    ]
+    assert (level, found) == ("error", key) and words in message
+
+
+def test_type_of_a_key_is_checked_for_a_data_set_that_is_read_later():
+    overrides = ["data.train.data_path=[a.jsonl]", "env.reward_functions.functions=[m.f]"]
+    (finding,) = data.check(load_grpo_config("grpo_jsonl.yaml", overrides))
+    assert finding.message == "data_path must be a text, not ['a.jsonl']"
+
+
 def test_error_for_prompts_that_would_be_cut_gives_their_number_and_the_longest_row(found):
     long = rows(*[("1" * n, "2") for n in (40, 41, 45)])
     [(level, key, message)] = found(long, "data.max_input_seq_length=40")

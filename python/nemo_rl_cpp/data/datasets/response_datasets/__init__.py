@@ -1,6 +1,9 @@
 """The data sets, found by the names that configurations use."""
 
 from collections.abc import Mapping
+from typing import get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl_cpp.argument_checks import did_you_mean
 from nemo_rl_cpp.config.access import as_written
@@ -13,6 +16,7 @@ from nemo_rl_cpp.config.data import (
     is_class_name,
     takes,
 )
+from nemo_rl_cpp.config.errors import sentence
 from nemo_rl_cpp.data.datasets.files import merge_datasets
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.dotted_names import import_object
@@ -56,7 +60,22 @@ def check_dataset_config(data_config: dict[str, object], further: frozenset[str]
         raise ValueError(
             f"data: {key} is unknown for dataset_name {name}{near and f'; {near}'} Known are {', '.join(sorted(known))}"
         )
+    check_types(data_config, cls)
     return cls
+
+
+def check_types(section: dict[str, object], cls: type[RawDataset]) -> None:
+    """Raise ValueError if a key of `section` has not the type that a constructor of the data set class `cls`, one of
+    this package, declares."""
+    if not cls.__module__.startswith(__name__):
+        return
+    for constructor in {base.__init__ for base in cls.__mro__[:-1]}:
+        kinds = get_type_hints(constructor)
+        for key in section.keys() & kinds.keys() - DatasetConfig.model_fields.keys():
+            try:
+                TypeAdapter(kinds[key]).validate_python(section[key], strict=True)
+            except ValidationError as failure:
+                raise ValueError(f"data: {key} {sentence(failure.errors()[0], key, DatasetConfig)}") from None
 
 
 def _keys_of(name: str) -> tuple[str, ...]:

@@ -224,6 +224,8 @@ def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]
         largest, count = len(TINY_TOKENS) - 1, len(TINY_TOKENS)
     else:
         path = folder.path if folder is not None and name == use.name else local_folder(name)
+        if path is None and name != use.name:
+            yield from _check_name(use._replace(key=use.tokenizer_key, name=name))
         if path is None or (is_cached(path) and not (path / "tokenizer.json").is_file()):
             return
         if name == use.name and not (path / "config.json").is_file():  # no model folder, which is reported already

@@ -241,6 +241,14 @@ print([str(f) for f in check(load_grpo_config("grpo_tiny.yaml", names))])
     assert asked(longer).strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    "name, words", [("/no/such/folder", "no such folder"), ("smollm2-135m-instrct", "did you mean")]
+)
+def test_preflight_reports_the_name_of_a_tokenizer_that_does_not_exist(name, words):
+    (finding,) = check(load_grpo_config("grpo_tiny.yaml", [f"policy.tokenizer.name={name}"]))
+    assert finding.level == "error" and str(finding).startswith("policy.tokenizer.name is") and words in str(finding)
+
+
 def test_error_for_a_run_folder_as_model_name_suggests_the_weights_folder_inside_it(model, tmp_path):
     weights = tmp_path / "run/step_2/policy/weights"
     weights.parent.mkdir(parents=True)

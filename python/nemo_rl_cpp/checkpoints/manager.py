@@ -67,12 +67,10 @@ class CheckpointManager:
 
     def __init__(self, config: CheckpointingConfig | Mapping[str, object]) -> None:
         """Read the section `checkpointing`, or a mapping with its keys, in which `metric_name` and `keep_top_k` default
-        to null and `save_period` to 1. Raise ValueError if `checkpoint_dir` is empty."""
+        to null and `save_period` to 1. Raise ValueError if `checkpoint_dir` is missing or empty."""
         if isinstance(config, Mapping):
             config = {"checkpoint_dir": "", "metric_name": None, "save_period": 1, "keep_top_k": None} | config
         config = as_model(config, CheckpointingConfig, "checkpointing")
-        if not config.checkpoint_dir:
-            raise ValueError("checkpointing.checkpoint_dir is empty: give the folder that will hold the checkpoints")
         self.config = config
         self.enabled, self.metric_name, self.save_period = config.enabled, config.metric_name, config.save_period
         self.save_optimizer = config.save_optimizer

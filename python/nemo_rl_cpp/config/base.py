@@ -213,6 +213,7 @@ def _share(value: float) -> float:
     return value
 
 
+Text = Annotated[str, Field(min_length=1)]
 Int = Annotated[int, BeforeValidator(_whole_number)]
 Positive = Annotated[int, BeforeValidator(_whole_number), Field(ge=1)]
 Count = Annotated[int, BeforeValidator(_whole_number), Field(ge=0)]

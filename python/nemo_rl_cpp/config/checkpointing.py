@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from .base import Positive, Section, key
+from .base import Positive, Section, Text, key
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
 _REPOSITORY = re.compile(rf"{_PART}(/{_PART})?")
@@ -26,7 +26,7 @@ class CheckpointingConfig(Section):
     format."""
 
     enabled: bool = key(True, "Write checkpoints.")
-    checkpoint_dir: str = "results/grpo"
+    checkpoint_dir: Text = "results/grpo"
     """Folder of the run's checkpoints. A run with the same folder resumes from it."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: resume from the newest complete checkpoint in checkpoint_dir, or start from scratch if there is none.

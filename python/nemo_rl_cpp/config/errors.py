@@ -156,7 +156,8 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
         others = [key for key in every if not dotted.startswith(f"{key}.")]
         same = min((key for key in keys if key.rpartition(".")[2] in names), key=distance, default="")
         elsewhere = [same] if same else having_words(name, others) if "_" in name else []
-        if elsewhere and (same.startswith(prefix) or not having_words(name, here)):
+        close = having_words(name, here) or nearest(name, here, 0.7)
+        if elsewhere and (not close or (same and same.startswith(prefix))):
             return f"is unknown here; did you mean {' or '.join(elsewhere)}?"
         if near := did_you_mean(name, here, cutoff=0.55):
             return f"is unknown; {near}"
@@ -238,6 +239,7 @@ _EXPECTED = {
         "a finite number": ("finite_number",),
         "true or false": ("bool_type", "bool_parsing"),
         "a text": ("string_type",),
+        "a text that is not empty": ("string_too_short",),
         "a list": ("list_type",),
         "a longer list": ("too_short",),
         "a shorter list": ("too_long",),

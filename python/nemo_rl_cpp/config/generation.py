@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from .base import DTYPES, Int, Positive, Real, Section, StopStrings, StopTokenIds, Temperature, TopP, key, section
+from .base import DTYPES, Int, Positive, Real, Section, StopStrings, StopTokenIds, Temperature, Text, TopP, key, section
 
 FOREIGN_ENGINES = ("vllm", "sglang", "megatron", "trtllm", "dynamo")
 """Engines of NeMo RL in policy.generation.backend. The trainer's own engine replaces them, because results do not
@@ -193,7 +193,7 @@ class EvalGenerationConfig(GenerationConfig):
     """Settings of generation in an evaluation. The section also selects the model and the number of prompts per
     batch."""
 
-    model_name: str
+    model_name: Text
     """Model: a local folder, a GGUF file, a checkpoint of a run (step_N), a packaged model, or a name on the Hugging
     Face Hub."""
     vllm_cfg: EvalVllmConfig = section(EvalVllmConfig)

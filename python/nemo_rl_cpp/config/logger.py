@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic.fields import FieldInfo
 
-from .base import Count, Entry, Real, Section, Table, key, section
+from .base import Count, Entry, Real, Section, Table, Text, key, section
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.loggers.interface import LoggerBackend
@@ -87,7 +87,7 @@ class LoggerConfig(Section):
     def is_enabled(self, name: str) -> bool:
         return getattr(self, f"{name}_enabled")
 
-    log_dir: str = key("logs", "Folder for logs. Each run creates a subfolder exp_NNN.")
+    log_dir: Text = key("logs", "Folder for logs. Each run creates a subfolder exp_NNN.")
     num_val_samples_to_print: Count = key(0, "Number of validation samples to print per validation.")
     report: bool = key(True, "Write report.html, a self-contained page about the run.")
     monitor_gpus: bool = key(True, "Log the usage of the GPUs, if there are any.")

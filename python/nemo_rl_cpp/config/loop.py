@@ -436,6 +436,9 @@ def check_loop(loop: LoopConfig, name: str, report: Report) -> None:
         given, absent = ("metric", "threshold") if threshold is None else ("threshold", "metric")
         text = f"is missing: stop_at_validation_{given} is set; set both or neither"
         report.add(f"{name}.stop_at_validation_{absent}", text, f"{name}.stop_at_validation_{given}")
+    if metric is not None and loop.val_period <= 0:
+        text = f"needs validations at intervals: set {name}.val_period above 0"
+        report.add(f"{name}.stop_at_validation_metric", text, f"{name}.val_period")
     if metric == "pass_k" and loop.val_num_generations_per_prompt < 2:
         number = f"{name}.val_num_generations_per_prompt"
         report.add(f"{name}.stop_at_validation_metric", f"is pass_k, which needs {number} above 1; raise that", number)

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from nemo_rl_cpp.files.prompt_files import find_prompt
 
-from .base import Count, Entry, NonNegative, OneOf, Positive, Section, Table, fields_of, key, no_effect, section
+from .base import Count, Entry, NonNegative, OneOf, Positive, Section, Table, Text, fields_of, key, no_effect, section
 from .errors import Report
 from .generation import GenerationConfig
 from .lora import Adapters, check_lora
@@ -293,7 +293,7 @@ def fill(target: Section, **values: object) -> None:
 class PolicyConfig(TrainedModelConfig):
     """Settings of the policy: its model, training and generation."""
 
-    model_name: str
+    model_name: Text
     """Model to train: a local folder, a GGUF file, a packaged model (smollm2-135m-instruct), tiny-random, or a name on
     the Hugging Face Hub."""
     train_global_batch_size: Positive = 512

@@ -80,7 +80,7 @@ def test_error_for_a_key_of_another_section_suggests_the_nearest_place_of_that_n
      ("loss_fn.ppo_kl_coeff=0.1", "ppo_kl_coef"), ("policy.generation.stop=[a]", "stop_strings or stop_token_ids"),
      ("policy.generation.max_tokens=9", "max_new_tokens"), ("policy.max_seq_len=9", "max_total_sequence_length"),
      ("loss_fn.clip=0.1", "ratio_clip_c or ratio_clip_max or ratio_clip_min"), ("logger.wandb_project=p", "logger.wandb.project"),
-     ("checkpointing.save_interval=9", "save_period or ft_save_period"), ("policy.lora_rank=8", "policy.dtensor_cfg.lora_cfg.dim")],
+     ("++value_loss_fn.scale=1", "loss_fn"), ("checkpointing.save_interval=9", "save_period or ft_save_period"), ("policy.lora_rank=8", "policy.dtensor_cfg.lora_cfg.dim")],
 )  # fmt: skip
 def test_error_for_a_key_in_other_words_suggests_keys_that_the_run_can_use(override, meant):
     (problem,) = problems(overrides=[override])

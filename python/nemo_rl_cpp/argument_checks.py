@@ -9,16 +9,9 @@ from pathlib import Path
 
 _WORDS = re.compile(r"[^\W_]+")
 _SAME = {
-    **dict.fromkeys(("coef", "coeff", "coefficient", "penalty"), "weight"),
-    **dict.fromkeys(("freq", "interval"), "period"),
-    "beta": "kl weight",
-    "dtype": "precision",
-    "eval": "val",
-    "len": "length",
-    "rank": "dim",
-    "seq": "sequence",
-    "temp": "temperature",
-}
+    "beta": "kl weight", "coef": "weight", "coeff": "weight", "coefficient": "weight", "penalty": "weight", "dtype": "precision",
+    "eval": "val", "freq": "period", "interval": "period", "len": "length", "rank": "dim", "seq": "sequence", "temp": "temperature",
+}  # fmt: skip
 """A word in names of keys -> the words that mean the same."""
 
 

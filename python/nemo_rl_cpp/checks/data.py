@@ -58,16 +58,17 @@ def _check_position(config: TrainMasterConfig, counts: Mapping[str, int | None])
     """Yield a problem if the run resumes, but its data has another number of rows than that of the checkpoint, so that
     the checkpoint's position in the data does not apply. `counts` is as in `_check_counts`."""
     newest = newest_checkpoint(Path(config.checkpointing.checkpoint_dir)) if config.checkpointing.enabled else None
-    if newest is None or config.data.use_multiple_dataloader or None in counts.values():
+    before = json_object(newest / "train_dataloader.json").get("num_rows") if newest is not None else None
+    rows = None if None in counts.values() else sum(counts.values())
+    if before == rows or None in (before, rows):
         return
-    saved, rows = read_saved(newest), sum(counts.values())
-    before = json_object(saved.path / "train_dataloader.json").get("num_rows", rows)
-    changed = [each for each in changes(saved, config) if each.key.startswith("data.train.")]
-    if before == rows or any(key.startswith("data.") for key, _ in refusals(saved, config)):
+    saved = read_saved(newest)
+    if any(key.startswith("data.") for key, _ in refusals(saved, config)):
         return
-    key, why = (changed[0].key, f"{changed[0].before} -> {changed[0].now}: the data") if changed else ("data.train", "")
-    why = f"{why} has {rows} rows, not {before}".lstrip()
-    yield Finding("error", key, f"{why}, so this is another run than that of {short(saved.path)}: {WHAT_TO_DO}")
+    change = next((each for each in changes(saved, config) if each.key.startswith("data.train.")), None)
+    key, why = ("data.train", "") if change is None else (change.key, f"{change.before} -> {change.now}: the data ")
+    why += f"has {rows} rows, not {before}, so this is another run than that of {short(newest)}: {WHAT_TO_DO}"
+    yield Finding("error", key, why)
 
 
 def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None, list[Finding]]:

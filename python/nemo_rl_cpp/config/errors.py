@@ -156,8 +156,8 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
         others = [key for key in every if not dotted.startswith(f"{key}.")]
         same = min((key for key in keys if key.rpartition(".")[2] in names), key=distance, default="")
         elsewhere = [same] if same else having_words(name, others) if "_" in name else []
-        close = having_words(name, here) or nearest(name, here, 0.7)
-        if elsewhere and (not close or (same and same.startswith(prefix))):
+        close = [] if same.startswith(prefix) and same else having_words(name, here) or nearest(name, here, 0.7)
+        if elsewhere and not close:
             return f"is unknown here; did you mean {' or '.join(elsewhere)}?"
         if near := did_you_mean(name, here, cutoff=0.55):
             return f"is unknown; {near}"

@@ -271,7 +271,9 @@ def _check_run(config: TrainMasterConfig, report: Report) -> None:
     rules_model.check_offload(config, report)
     rules_model.check_serving(config, report)
     _check_checkpointing(config, report)
-    _check_loaders(config, report)
+    for key in ("num_prompts_per_dataloader", "custom_dataloader"):
+        if getattr(config.data, key) is not None and not config.data.use_multiple_dataloader:
+            _not_read(report, f"data.{key}", "data.use_multiple_dataloader=false")
     epochs, steps = f"{name}.max_num_epochs", f"{name}.max_num_steps"
     written = report.nearness(epochs)
     if config.data.use_multiple_dataloader and written >= 2 and written > report.nearness(steps):
@@ -283,17 +285,6 @@ def _check_run(config: TrainMasterConfig, report: Report) -> None:
         if package is not None and importlib.util.find_spec(package) is None:
             text = f"is true but {backend} is not installed; install the extra `{backend}`, or set it to false"
             report.add(f"logger.{backend}_enabled", text)
-
-
-def _check_loaders(config: TrainMasterConfig, report: Report) -> None:
-    data, each, step = config.data, "num_prompts_per_dataloader", config.loop.prompts_per_round
-    for key in (each, "custom_dataloader") if not data.use_multiple_dataloader else ():
-        if getattr(data, key) is not None:
-            _not_read(report, f"data.{key}", "data.use_multiple_dataloader=false")
-    own = data.custom_dataloader is not None or not data.use_multiple_dataloader
-    if not own and step % (data.num_prompts_per_dataloader or step):
-        text = f"is {data.num_prompts_per_dataloader}, which does not divide the {step} prompts of a step"
-        report.add(f"data.{each}", text, f"{config.algorithm}.num_prompts_per_step")
 
 
 def _check_checkpointing(config: TrainMasterConfig, report: Report) -> None:

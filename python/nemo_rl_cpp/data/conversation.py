@@ -51,11 +51,8 @@ def without_padding(row: Row) -> Row:
     """Return a copy of the row without the null entries of mappings inside its columns. All structs of an Arrow column
     have the same keys, so a key that only other rows set is null here. A column that is itself null stays, and NaN, an
     empty cell, becomes null."""
-    return {name: _unpadded(None if _is_nan(value) else value) for name, value in row.items()}
-
-
-def _is_nan(value: object) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+    empty = {name for name, value in row.items() if isinstance(value, float) and math.isnan(value)}
+    return {name: None if name in empty else _unpadded(value) for name, value in row.items()}
 
 
 def _unpadded(value: object) -> object:

@@ -42,8 +42,6 @@ BAD_FILES = {
      "grpo.stop_at_validation_metric", 3, ["needs validations at intervals", "grpo.val_period"]),
     "empty model": ("policy:\n  model_name: ''", "policy.model_name", 2, ["must be a text that is not empty"]),
     "empty folder": ("checkpointing:\n  checkpoint_dir: ''", "checkpointing.checkpoint_dir", 2, ["must be a text that is not empty"]),
-    "prompts of a loader": ("data:\n  use_multiple_dataloader: true\n  num_prompts_per_dataloader: 3\n  train: {dataset_name: arithmetic}",
-     "data.num_prompts_per_dataloader", 3, ["does not divide the 32 prompts of a step"]),
     "one loader": ("data:\n  num_prompts_per_dataloader: 4\n  train: {dataset_name: arithmetic}",
      "data.num_prompts_per_dataloader", 2, ["has no effect with data.use_multiple_dataloader=false"]),
     "infinite": ("policy:\n  model_name: m\n  max_grad_norm: .inf", "policy.max_grad_norm", 3, ["finite number"]),

@@ -42,7 +42,11 @@ class NoEngine:
     """A placeholder for the generation engine in a run that generates nothing, such as supervised fine-tuning."""
 
     owns_process = False
-    prepare_for_generation = finish_generation = staticmethod(lambda: True)
+
+    def prepare_for_generation(self) -> bool:
+        return True
+
+    finish_generation = prepare_for_generation
 
 
 class NoRefit(WeightSynchronizer):

@@ -132,7 +132,9 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
         """Do one turn of conversations, each of which ends with a message of the model (role "assistant"), and return
         the result."""
 
-    _means = cached_property(lambda self: _Means())
+    @cached_property
+    def _means(self) -> "_Means":
+        return _Means()
 
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics gathered since the last call: by default the means of the numbers that `step` has added to

@@ -263,9 +263,7 @@ def hub_folder(repo: str, files: Sequence[str], ask_hub: bool = True, key: str =
     if check_on_hub(repo, "model", key):
         try:
             return Path(huggingface_hub.snapshot_download(repo, allow_patterns=[*files]))
-        except (
-            huggingface_hub.errors.GatedRepoError
-        ) as error:  # a gated model has public metadata, but restricted files
+        except huggingface_hub.errors.GatedRepoError as error:  # of a gated model the metadata are public
             raise _gated(repo, "model") from error
         except Exception as error:  # noqa: BLE001 - network and disk errors differ by version of the library
             raise SourceError(

@@ -34,29 +34,78 @@ template <BlockFormat kFormat>
   for (std::int64_t i = 0; i < block_tile_bytes(kFormat); i += 64) __builtin_prefetch(tile + i, 0, 2);
 }
 
-/// Puts a block into a tile as its row r.
-template <BlockFormat kFormat>
-inline void put_block(const std::byte* block, std::int64_t r, std::byte* tile) {
-  constexpr std::int64_t kScale = scale_bytes(kFormat);
-  __builtin_memcpy(tile + r * kScale, block, kScale);
-  for (std::int64_t i = 0; i < block_bytes(kFormat) - kScale; ++i)
-    tile[kBlockTileRows * kScale + code_place(kFormat, r, i)] = block[kScale + i];
-}
-/// Takes it out again.
-template <BlockFormat kFormat>
-inline void take_block(const std::byte* tile, std::int64_t r, std::byte* block) {
-  constexpr std::int64_t kScale = scale_bytes(kFormat);
-  __builtin_memcpy(block, tile + r * kScale, kScale);
-  for (std::int64_t i = 0; i < block_bytes(kFormat) - kScale; ++i)
-    block[kScale + i] = tile[kBlockTileRows * kScale + code_place(kFormat, r, i)];
-}
-
 /// Sixteen bytes of codes of a row lie in runs, 64 bytes apart: where byte i of them is once the runs are joined.
 template <BlockFormat kFormat>
 constexpr int kCodeRun = kFormat == BlockFormat::q4_0 ? 4 : 8;
 template <BlockFormat kFormat>
 constexpr int joined_place(int i) {
   return i / kCodeRun<kFormat> * kCodeRun<kFormat> + static_cast<int>(code_place(kFormat, 0, i) % 64);
+}
+template <BlockFormat kFormat>
+constexpr int byte_at(int place) {
+  int i = 0;
+  while (joined_place<kFormat>(i) != place) ++i;
+  return i;
+}
+
+/// Bytes 16 part to 16 part + 15 of the codes of row r of a tile.
+template <BlockFormat kFormat>
+class SixteenCodes {
+  using Bytes = std::uint8_t __attribute__((vector_size(16)));
+  using Quarters = std::uint32_t __attribute__((vector_size(16)));
+  using Halves = std::uint64_t __attribute__((vector_size(16)));
+  using Runs = std::conditional_t<kCodeRun<kFormat> == 4, Quarters, Halves>;
+  using Run = std::conditional_t<kCodeRun<kFormat> == 4, std::uint32_t, std::uint64_t>;
+  static constexpr int kRuns = 16 / kCodeRun<kFormat>;
+  static std::int64_t place(std::int64_t r, std::int64_t part) {
+    return kBlockTileRows * scale_bytes(kFormat) + code_place(kFormat, r, 0) + part * kRuns * 64;
+  }
+
+ public:
+  [[gnu::always_inline]] static void load(const std::byte* tile, std::int64_t r, std::int64_t part, void* out) {
+    Runs runs;
+    for (int i = 0; i < kRuns; ++i) {
+      Run run;
+      __builtin_memcpy(&run, tile + place(r, part) + i * 64, sizeof(run));
+      runs[i] = run;
+    }
+    [&]<int... kByte>(std::integer_sequence<int, kByte...>) __attribute__((always_inline)) {
+      const auto joined = __builtin_bit_cast(Bytes, runs);
+      const Bytes in_order = shuffled<Bytes, joined_place<kFormat>(kByte)...>(joined, joined);
+      __builtin_memcpy(out, &in_order, sizeof(in_order));
+    }(std::make_integer_sequence<int, 16>());
+  }
+  [[gnu::always_inline]] static void store(const void* from, std::byte* tile, std::int64_t r, std::int64_t part) {
+    Bytes in_order;
+    __builtin_memcpy(&in_order, from, sizeof(in_order));
+    [&]<int... kPlace>(std::integer_sequence<int, kPlace...>) __attribute__((always_inline)) {
+      in_order = shuffled<Bytes, byte_at<kFormat>(kPlace)...>(in_order, in_order);
+    }(std::make_integer_sequence<int, 16>());
+    const auto runs = __builtin_bit_cast(Runs, in_order);
+    for (int i = 0; i < kRuns; ++i) {
+      const Run run = runs[i];
+      __builtin_memcpy(tile + place(r, part) + i * 64, &run, sizeof(run));
+    }
+  }
+};
+template <BlockFormat kFormat>
+constexpr std::int64_t kCodeParts = (block_bytes(kFormat) - scale_bytes(kFormat)) / 16;
+
+/// Puts a block into a tile as its row r.
+template <BlockFormat kFormat>
+inline void put_block(const std::byte* block, std::int64_t r, std::byte* tile) {
+  constexpr std::int64_t kScale = scale_bytes(kFormat);
+  __builtin_memcpy(tile + r * kScale, block, kScale);
+  for (std::int64_t part = 0; part < kCodeParts<kFormat>; ++part)
+    SixteenCodes<kFormat>::store(block + kScale + 16 * part, tile, r, part);
+}
+/// Takes it out again.
+template <BlockFormat kFormat>
+inline void take_block(const std::byte* tile, std::int64_t r, std::byte* block) {
+  constexpr std::int64_t kScale = scale_bytes(kFormat);
+  __builtin_memcpy(block, tile + r * kScale, kScale);
+  for (std::int64_t part = 0; part < kCodeParts<kFormat>; ++part)
+    SixteenCodes<kFormat>::load(tile, r, part, block + kScale + 16 * part);
 }
 
 /// As many bytes as a register has floats.
@@ -66,25 +115,11 @@ using Halves = std::int16_t __attribute__((vector_size(kRegisterBytes / 2)));  /
 /// out[32] = the weights of row r of a tile.
 template <BlockFormat kFormat, class T>
 inline void unpack_row(const std::byte* tile, std::int64_t r, T* out) {
-  using Bytes [[gnu::vector_size(16)]] = std::uint8_t;
-  using Run = std::conditional_t<kCodeRun<kFormat> == 4, std::uint32_t, std::uint64_t>;
-  using Runs [[gnu::vector_size(16)]] = Run;
-  constexpr std::int64_t kScale = scale_bytes(kFormat);
-  const float scale = kFormat == BlockFormat::nf4 ? single_scale_of(tile + r * kScale) : scale_of(tile + r * kScale);
-  const std::byte* codes = tile + kBlockTileRows * kScale + code_place(kFormat, r, 0);
-  for (std::int64_t i = 0; i < block_bytes(kFormat) - kScale; i += kHalfBlock) {
-    Runs runs;
-    for (std::size_t run = 0; run < sizeof(Runs) / sizeof(Run); ++run, codes += 64) {
-      Run each;
-      __builtin_memcpy(&each, codes, sizeof(each));
-      runs[run] = each;
-    }
+  const std::byte* const scale_at = tile + r * scale_bytes(kFormat);
+  const float scale = kFormat == BlockFormat::nf4 ? single_scale_of(scale_at) : scale_of(scale_at);
+  for (std::int64_t part = 0; part < kCodeParts<kFormat>; ++part) {
     std::uint8_t q[kHalfBlock];
-    [&]<int... kByte>(std::integer_sequence<int, kByte...>) __attribute__((always_inline)) {
-      const auto joined = __builtin_bit_cast(Bytes, runs);
-      const Bytes in_order = shuffled<Bytes, joined_place<kFormat>(kByte)...>(joined, joined);
-      __builtin_memcpy(q, &in_order, sizeof(q));
-    }(std::make_integer_sequence<int, static_cast<int>(kHalfBlock)>());
+    SixteenCodes<kFormat>::load(tile, r, part, q);
     if constexpr (kFormat == BlockFormat::nf4) {
       for (std::int64_t j = 0; j < kHalfBlock; ++j)
         out[j] = static_cast<T>(kNormalFloat[q[j] & 15] * scale),
@@ -100,7 +135,7 @@ inline void unpack_row(const std::byte* tile, std::int64_t r, T* out) {
       Codes codes_at;
       __builtin_memcpy(&codes_at, q + j, sizeof(codes_at));
       if constexpr (kFormat == BlockFormat::q8_0) {
-        put(i + j, codes_at);
+        put(part * kHalfBlock + j, codes_at);
       } else {
         put(j, (codes_at & 15) - 8);
         put(j + kHalfBlock, (codes_at >> 4 & 15) - 8);

@@ -13,23 +13,18 @@ from typing import Any
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 from nemo_rl_cpp.errors import in_user_code, one_sentence
 
-_searched: list[str] = []  # the folders given to the last call of `search_for_modules`
+searched: list[str] = []  # the folders given to the last call of `search_for_modules`
 
 
 class LoadingError(ValueError):
     """Raised if a dotted name cannot be imported or used."""
 
 
-def searched_folders() -> list[str]:
-    """Return the folders in which user modules are searched, after the installed packages."""
-    return list(_searched)
-
-
 def search_for_modules(*folders: str | Path) -> None:
     """Search these folders (the working directory, the configuration's folder) for user modules from now on, after the
     installed packages."""
-    _searched[:] = dict.fromkeys(map(str, folders))
-    for folder in _searched:
+    searched[:] = dict.fromkeys(map(str, folders))
+    for folder in searched:
         if folder not in sys.path and not ("" in sys.path and folder == str(Path.cwd())):
             sys.path.append(folder)
 
@@ -97,8 +92,8 @@ def _import_module(parts: list[str], name: str, what: str) -> tuple[ModuleType, 
             told = in_user_code(error, f"importing {module}")
             why = told or _syntax(error) or one_sentence(error)
             raise LoadingError(f"{what} {in_a_line(name)} cannot be imported: {why}") from error
-    folders = ", ".join(dict.fromkeys(["the working directory", *_searched[1:]])) if _searched else "sys.path"
-    beside = sorted({path.stem for folder in [*_searched, "."] for path in Path(folder).glob("*.py")})
+    folders = ", ".join(dict.fromkeys(["the working directory", *searched[1:]])) if searched else "sys.path"
+    beside = sorted({path.stem for folder in [*searched, "."] for path in Path(folder).glob("*.py")})
     near = did_you_mean(parts[0], beside)
     hint = f"; {near}" if near else f": put {parts[0]}.py into the working directory, or set PYTHONPATH"
     why = f"there is no module {parts[0]} (looked in {folders} and the installed packages){hint}"

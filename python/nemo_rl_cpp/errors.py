@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Literal, NamedTuple
@@ -202,16 +203,13 @@ RAISED_ON = "raised on"
 """Prefix of the note on an exception that a worker raised (`distributed/worker_calls.py`)."""
 
 
-class user_code:  # noqa: N801  (reads as a function; one made from a generator could not handle StopIteration)
+class user_code(AbstractContextManager):  # noqa: N801  (reads as a function; one made from a generator could not handle StopIteration)
     """A context manager for a call of user code, which turns an exception into one sentence (`in_user_code`)."""
 
     def __init__(self, what: str = "your code", hint: Callable[[BaseException], str] | None = None) -> None:
         """Store `what`, a name for the user's code in messages, and `hint(error)`, which returns text for the end of a
         message."""
         self._what, self._hint = what, hint
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:

@@ -21,6 +21,7 @@ from nemo_rl_cpp.data.boundaries import end_token_ids, prompt_ids
 from nemo_rl_cpp.data.conversation import prompt_of
 from nemo_rl_cpp.data.texts import TextStream, token_bytes_table
 from nemo_rl_cpp.data.tokenizer import Tokenizer
+from nemo_rl_cpp.errors import say_once
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
 from nemo_rl_cpp.models.hf_config import max_positions
 from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder
@@ -59,7 +60,8 @@ class TextGenerator:
         self.max_length = max_positions(opened.config)
         opened = replace(opened, max_length=self.max_length)
         opened.check_weights()
-        opened.print_remarks()
+        for remark in opened.remarks:
+            say_once("warning", remark)
         self.tokenizer = Tokenizer.from_pretrained(folder, section="")
         self._folder, self._end_token_ids = folder, end_token_ids(folder, opened.config, self.tokenizer)
         self._chat_settled = False

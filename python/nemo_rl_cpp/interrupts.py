@@ -153,12 +153,6 @@ class GracefulStop:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._previous = {}
 
-    def leave_to_the_parent(self) -> None:
-        """In a forked child, let SIGTERM end the process, as `Process.terminate` expects. The first Ctrl-C at the
-        terminal reaches the child, too, but does not end it, because the parent's current step may need the child."""
-        before = self._previous.pop(signal.SIGTERM, None)
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP and self._count:  # a closing terminal may send several
             return
@@ -196,8 +190,11 @@ def restore_signal_handlers() -> None:
 
 
 def _after_fork() -> None:
+    """In a forked child, let SIGTERM end the process, as `Process.terminate` expects. The first Ctrl-C at the terminal
+    reaches the child, too, but does not end it, because the parent's current step may need the child."""
     for stop in _entered:
-        stop.leave_to_the_parent()
+        before = stop._previous.pop(signal.SIGTERM, None)
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -269,7 +269,7 @@ def _with_grad_mode(enabled: bool, call: Callable[[], object]) -> object:
         return call()
 
 
-class _ProcessState:
+class _ProcessState(AbstractContextManager):
     """The process state that user code may change, recorded at construction and restored on exit.
 
     It covers the working directory, the locale, closed output streams, the handlers of the signals that end a run, and
@@ -282,9 +282,6 @@ class _ProcessState:
         self._folder, self._torch = _folder(), _torch_state()
         self._locale = locale.setlocale(locale.LC_ALL)
         self._streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, *exc: object) -> None:
         if self._folder is not None and _folder() != self._folder:

@@ -17,10 +17,10 @@ sys.path.insert(0, str(ROOT / "docs" / "site"))
 from configuration_pages import document  # noqa: E402
 
 ADDED = {
-    "best_of_group": (ADVANTAGE_ESTIMATORS.entries, AdvEstimatorConfig, ("num_best",)),
+    "best_of_group": (ADVANTAGE_ESTIMATORS.data, AdvEstimatorConfig, ("num_best",)),
     "even_digits": (ENV_REGISTRY,),
-    "count_down": (DATASET_REGISTRY.entries,),
-    "csv": (LOGGER_BACKENDS.entries, LoggerConfig, ("csv", "csv_enabled")),
+    "count_down": (DATASET_REGISTRY.data,),
+    "csv": (LOGGER_BACKENDS.data, LoggerConfig, ("csv", "csv_enabled")),
 }
 FILES = ("best_of_group", "even_digits", "count_down", "csv_logger")
 

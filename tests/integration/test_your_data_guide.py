@@ -19,7 +19,7 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / name.removeprefix("# ")).write_text(text)
     assert {path.name for path in tmp_path.iterdir()} == set(NAMES)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dotted_names, "_searched", [])
+    monkeypatch.setattr(dotted_names, "searched", [])
     monkeypatch.syspath_prepend(tmp_path)
     exec((tmp_path / "make_rows.py").read_text(), {})
     yield tmp_path

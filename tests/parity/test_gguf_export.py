@@ -9,9 +9,10 @@ import pytest
 import tokenizer_folders
 import torch
 from nemo_rl_cpp import cli
+from nemo_rl_cpp.commands.export import FORMATS
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.hub.sources import ModelFolderError
-from nemo_rl_cpp.models.gguf_export import FORMATS, compare_with_folder, export_gguf
+from nemo_rl_cpp.models.gguf_export import compare_with_folder, export_gguf
 from tokenizers import Tokenizer as Backend
 from tokenizers import models as token_models
 from tokenizers import pre_tokenizers

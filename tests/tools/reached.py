@@ -24,6 +24,7 @@ PLAIN_DECORATORS = {"abstractmethod", "cache", "cached_property", "classmethod",
 # functions that look up an attribute by the name in their argument
 LOOK_UP = {
     "getattr", "hasattr", "call_remote", "_tell", "_ask", "_of_engines", "call_all", "call_each", "call_for_one_value",
+    "_together",
 }  # fmt: skip
 # methods that are called by base classes of other packages
 CALLED_FROM_OUTSIDE = {"_repr_html_", "call_binop", "forward", "backward", "launch", "nemo_rl_cpp_weights", "run",

@@ -215,7 +215,7 @@ class OwnLoss(LossFunction):
             raise ValueError(
                 f"loss {self.name} was given as an object, which other processes do not have: set loss_fn.name to its dotted name"
             )
-        return _own_loss, (self._section, dotted_names.searched_folders())
+        return _own_loss, (self._section, list(dotted_names.searched))
 
 
 def _own_loss(section: ClippedPGLossConfig, folders: list[str]) -> OwnLoss:

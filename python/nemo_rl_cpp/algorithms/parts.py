@@ -52,11 +52,13 @@ from nemo_rl_cpp.loggers.folders import get_experiment_dir
 from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.metrics.memory import PhaseMemory
 from nemo_rl_cpp.metrics.timer import Devices, Timer
-from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue, value_class
+from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue
 from nemo_rl_cpp.models.generation.distributed import DedicatedGeneration
 from nemo_rl_cpp.models.generation.interfaces import Pause
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import vllm_of
+from nemo_rl_cpp.models.hf.trained import HfPolicy, HfValue
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
+from nemo_rl_cpp.models.lm_value import Value
 from nemo_rl_cpp.models.memory import forecast_summary
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
 from nemo_rl_cpp.models.policy.lm_policy import Policy
@@ -172,8 +174,6 @@ def make_policy(
     if factory is None and not cluster.in_process:
         factory = DistributedPolicy
     elif factory is None and config.policy.backend == "hf":
-        from nemo_rl_cpp.models.hf.trained import HfPolicy  # imports transformers
-
         factory = HfPolicy
     weights, optimizer = CheckpointManager.get_resume_paths(resume.path, model_component="policy")
     changes = {}
@@ -240,7 +240,7 @@ def make_critic(
                 "with a critic has saved, or write null"
             )
         print(f"the critic begins with the weights of {weights}; its optimizer and schedule begin anew", flush=True)
-    model = value_class(config.value) if cluster.in_process else DistributedValue
+    model = DistributedValue if not cluster.in_process else HfValue if config.value.backend == "hf" else Value
     value = model(
         cluster=cluster, config=config.value, tokenizer=tokenizer, weights_path=weights, optimizer_path=optimizer, seed=loop.seed,
         total_steps=steps * loop.critic_epochs,

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
+from nemo_rl_cpp.config.data import QUICK_DATASETS
 from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, adapter_sizes, is_experts
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import TrainedModelConfig
@@ -22,7 +23,7 @@ from nemo_rl_cpp.models.budget import budget_text
 from nemo_rl_cpp.models.model_sizes import known_model, model_sizes
 from nemo_rl_cpp.threads import cores, threads_at_start
 
-from .data import data_sections, made_up_quickly
+from .data import data_sections
 from .folders import newest_checkpoint
 
 _MOST_BYTES = 64 * 2**20
@@ -149,7 +150,7 @@ def rows_of(section: Mapping[str, object], evaluation: bool = False) -> int | No
     None if counting would be slow. `evaluation`: whether the section belongs to an evaluation."""
     path = section.get("data_path")
     try:
-        if made_up_quickly(section):
+        if section.get("dataset_name") in QUICK_DATASETS:
             from nemo_rl_cpp.data.datasets.response_datasets import load_eval_dataset, load_response_dataset
 
             return len((load_eval_dataset if evaluation else load_response_dataset)(section).dataset)

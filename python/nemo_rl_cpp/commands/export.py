@@ -5,8 +5,10 @@ from pathlib import Path
 
 from nemo_rl_cpp.command_line import add_model_option, command_parser
 from nemo_rl_cpp.hub.sources import find_policy_weights, resolve_model
-from nemo_rl_cpp.models.gguf_export import FORMATS, compare_with_folder, export_gguf
 
+FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
+"""Formats of the matrices. Vectors are always float32. In q4_0, embedding and LM head have 8 bits: this costs little
+and avoids most of the error that 4 bits would cause there."""
 _EXAMPLES = """examples:
   nemo-rl-cpp export --model results/grpo_arithmetic_smollm2 --gguf q8_0 --out arithmetic.gguf
   nemo-rl-cpp export --model results/grpo/step_100 --gguf f16 --out policy.gguf --no-compare"""
@@ -24,6 +26,8 @@ def main(arguments: Sequence[str]) -> int:
     if known.out.suffix != ".gguf":
         parser.error(f"--out {known.out}: the name of a GGUF file ends in .gguf")
     folder = resolve_model(find_policy_weights(known.model), key="--model")
+    from nemo_rl_cpp.models.gguf_export import compare_with_folder, export_gguf  # loads torch
+
     known.out.parent.mkdir(parents=True, exist_ok=True)
     size = export_gguf(folder, known.out, known.gguf)
     print(f"{known.out}: {size / 1e6:,.1f} MB, {known.gguf}")

@@ -16,6 +16,7 @@ from nemo_rl_cpp.config.loader import LOADERS, find_config, kind_of, shipped_con
 from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import MEMORY_BUDGET
 from nemo_rl_cpp.distributed.launch import serving
+from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.dotted_names import search_for_modules
 from nemo_rl_cpp.files.yaml_text import dump_yaml
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, TOKENIZER_FILES, resolve_model
@@ -45,7 +46,6 @@ def train_to_the_end(config: TrainMasterConfig) -> None:
     from the newest checkpoint with new workers, at most `cluster.max_restarts` times. Any other error ends the run. A
     lost worker also ends the run if the user has already asked it to end."""
     from nemo_rl_cpp.algorithms.build import build_run  # loads torch, so only after the configuration was checked
-    from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 
     run = None
     for restarts in count(1):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, cast
 
 from pydantic import BaseModel
 
@@ -15,14 +15,6 @@ from nemo_rl_cpp.dotted_names import PythonObjectRef
 from nemo_rl_cpp.files.yaml_text import Plain
 
 from .errors import ConfigError, Problem
-
-
-@overload
-def to_plain(value: Mapping[str, object]) -> dict[str, Plain]: ...
-
-
-@overload
-def to_plain(value: object) -> Plain: ...
 
 
 def to_plain(value: object) -> Plain:
@@ -60,11 +52,9 @@ def as_written(config: object) -> Any:
 def to_json(value: object) -> Plain:
     """Return `to_plain(value)` with non-finite floats as the strings "nan", "inf" and "-inf", because JSON has no such
     numbers."""
-
-    def finite(leaf: Plain) -> Plain:
-        return repr(leaf) if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
-
-    return mapped(to_plain(value), finite)
+    return mapped(
+        to_plain(value), lambda leaf: repr(leaf) if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
+    )
 
 
 def mapped(node: Plain, leaf: Callable[[Plain], Plain]) -> Plain:

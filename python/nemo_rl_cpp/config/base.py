@@ -8,6 +8,7 @@ import pkgutil
 import tomllib
 import types
 import typing
+from collections import UserDict
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
@@ -148,8 +149,7 @@ class Section(BaseModel, metaclass=_Made):
         known = isinstance(key, str) and field_name(type(self), key) is not None
         return known or key in (self.model_extra or {})
 
-    def get(self, key: str, default: object = None) -> Any:
-        return self[key] if key in self else default
+    get = Mapping.get
 
     def keys(self) -> KeysView[str]:
         return self.model_dump().keys()
@@ -443,46 +443,39 @@ class Entry:
 E = TypeVar("E", bound=Entry)
 
 
-class Table(Mapping[str, Any], Generic[E]):
+class Table(UserDict[str, Any], Generic[E]):
     """A mapping from names to objects, such as classes of loggers, that imports an object when it is accessed.
-    `entries` holds the definitions without importing the objects. `what` is the noun for an entry in messages, such as
+    `data` holds the definitions without importing the objects. `what` is the noun for an entry in messages, such as
     "environment"."""
 
+    data: dict[str, E]
+
     def __init__(self, what: str, entries: Mapping[str, E]) -> None:
+        super().__init__(entries)
         self.what = what
-        self.entries = dict(entries)
 
     def __getitem__(self, name: str) -> Any:
-        return self.entries[name].load()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
+        return self.data[name].load()
 
     def add(
         self, name: str, entry: E, section: type[BaseModel] | None = None, keys: Mapping[str, FieldInfo] | None = None
     ) -> None:
         """Add the definition `entry` of a name, and add the configuration keys `keys` (name -> field) to the class
         `section`. Raise ValueError if the name is taken."""
-        if name in self.entries:
+        if name in self.data:
             raise ValueError(f"the {self.what} {name} is there already: choose another name")
         if section is not None:
             add_keys(section, keys or {})
-        self.entries[name] = entry
+        self.data[name] = entry
 
 
+@dataclass(frozen=True)
 class OneOf:
     """The type annotation of a string that must be one of the results of `names()`, which is called at each check. With
     `dotted`, any dotted Python name is allowed too; the package `checks` verifies later that it can be imported."""
 
-    def __init__(self, names: Callable[[], list[str]], dotted: bool = False) -> None:
-        self.names = names
-        self.dotted = dotted
+    names: Callable[[], list[str]]
+    dotted: bool = False
 
     @property
     def choices(self) -> list[str]:

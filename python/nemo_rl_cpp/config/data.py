@@ -15,6 +15,8 @@ from pydantic import (
     model_validator,
 )
 
+from nemo_rl_cpp.dotted_names import is_dotted
+
 from .base import Entry, Int, Positive, Section, Table, key, section
 
 
@@ -60,7 +62,7 @@ DATASET_REGISTRY: Table[DatasetEntry] = Table(
 
 def dataset_keys() -> dict[str, tuple[str, ...]]:
     """Return {name of a dataset: its keys in addition to those of `DatasetConfig`}."""
-    return {name: entry.keys for name, entry in DATASET_REGISTRY.entries.items()}
+    return {name: entry.keys for name, entry in DATASET_REGISTRY.data.items()}
 
 
 DATASET_ALIASES = {
@@ -71,17 +73,14 @@ DATASET_ALIASES = {
     "openmathinstruct2": "OpenMathInstruct-2",
 }
 """Name of a dataset in NeMo RL's guides -> its name in this package."""
-
-
-def is_class_name(dataset_name: str) -> bool:
-    """Return whether `dataset_name` has the form package.module.Name, which names a user's own class."""
-    return "." in dataset_name and all(part.isidentifier() for part in dataset_name.split("."))
+QUICK_DATASETS = ("arithmetic", "reverse_digits", "guess_number", "python_functions")
+"""The datasets that this package generates within milliseconds."""
 
 
 def takes(dataset_name: str, key: str) -> bool:
     """Return whether a dataset accepts `key`, a key that `DatasetConfig` does not have. A user's class accepts any
     key."""
-    return is_class_name(dataset_name) or key in dataset_keys().get(DATASET_ALIASES.get(dataset_name, dataset_name), ())
+    return is_dotted(dataset_name) or key in dataset_keys().get(DATASET_ALIASES.get(dataset_name, dataset_name), ())
 
 
 def defaults_for(section: Mapping[str, object], default: Mapping[str, object]) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -242,16 +243,9 @@ class SFTConfig(OnePassLoop):
     adv_estimator: ClassVar[AdvEstimatorConfig] = AdvEstimatorConfig.model_construct(name="none")
     _rows: int = PrivateAttr(1)
 
-    @property
-    def num_prompts_per_step(self) -> int:
-        """The number of rows per step: policy.train_global_batch_size."""
-        return self._rows
-
-    prompts_per_round = num_prompts_per_step
-
-    @property
-    def val_batch_size(self) -> int:
-        return self.val_global_batch_size
+    num_prompts_per_step = prompts_per_round = property(attrgetter("_rows"))
+    """The number of rows per step: policy.train_global_batch_size."""
+    val_batch_size = property(attrgetter("val_global_batch_size"))
 
     @property
     def max_val_samples(self) -> int | None:

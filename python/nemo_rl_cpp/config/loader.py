@@ -74,7 +74,8 @@ class GivenValues:
         self._mark = next(mark for n in range(10**6) if (mark := f"given_value_{n}_") not in texts)
         numbered = enumerate(self._values.items())
         self.overrides = [f"++{key}={self._as_override(i, value)}" for i, (key, value) in numbered]
-        self._by_override = dict(zip((f"override '{text}'" for text in self.overrides), self._values))
+        self.origins = dict(zip((f"override '{text}'" for text in self.overrides), self._places.values()))
+        """{override that was made from a Python value: the caller's name of this value, such as "argument seed"}"""
 
     def _leaves(self, key: str, value: object) -> Iterator[tuple[str, object]]:
         if isinstance(value, Section):
@@ -118,12 +119,6 @@ class GivenValues:
         if isinstance(value, (bool, int, float)) and abs(value) < 2**63:
             return repr(value).lower()  # exact: the shortest text that parses to the same number
         return f"{self._mark}{index}_"
-
-    def place_of(self, where: str) -> str:
-        """Return how error messages name `where`, the origin of a configuration value. If `where` is an override that
-        was made from a Python value, return the name that the caller gave this value, such as "argument seed";
-        otherwise return `where`."""
-        return self._places[self._by_override[where]] if where in self._by_override else where
 
     def restore(self, data: dict[str, object], positions: dict[str, str]) -> None:
         """Replace the placeholders in the loaded configuration `data` by the given values, and record the values'
@@ -226,7 +221,7 @@ def _load(
     report = Report(positions, short_path(file.resolve()))
     report.problems += given.problems
     for kind, key, where, message in problems:
-        where = given.place_of(where)
+        where = given.origins.get(where, where)
         text = unknown_key(key, model) if kind == "unknown_key" else message
         if kind == "unknown_key" and model.takes_own_key(key):
             written = where.removeprefix("override '").removesuffix("'")
@@ -339,17 +334,12 @@ def kind_of(path: str | os.PathLike[str]) -> str:
 # ---- finding a configuration file: as given, in the source tree, or in the installed package
 
 
-def source_tree() -> Path | None:
-    """Return the root of the repository's checkout that contains this package; None for an installed wheel."""
-    root = PACKAGE.parents[1]
-    return root if (root / "pyproject.toml").is_file() and (root / "configs").is_dir() else None
-
-
 def config_folders() -> list[Path]:
     """Return the folders with shipped configurations. In a checkout of the repository, its `configs/` comes before the
     package's."""
-    root = source_tree()
-    return ([root / "configs"] if root else []) + [PACKAGE / "configs"]
+    root = PACKAGE.parents[1]
+    is_checkout = (root / "pyproject.toml").is_file() and (root / "configs").is_dir()
+    return ([root / "configs"] if is_checkout else []) + [PACKAGE / "configs"]
 
 
 def parent_folders() -> list[str]:

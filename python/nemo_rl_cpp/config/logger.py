@@ -84,9 +84,6 @@ class LoggerConfig(Section):
 
     A backend called NAME has two keys: the switch NAME_enabled, and the section NAME."""
 
-    def is_enabled(self, name: str) -> bool:
-        return getattr(self, f"{name}_enabled")
-
     log_dir: Text = key("logs", "Folder for logs. Each run creates a subfolder exp_NNN.")
     num_val_samples_to_print: Count = key(0, "Number of validation samples to print per validation.")
     report: bool = key(True, "Write report.html, a self-contained page about the run.")
@@ -132,7 +129,7 @@ LOGGER_BACKENDS: Table[LoggerEntry] = Table(
 )
 """The table of logger backends, name -> class. A run creates them in this order."""
 
-for _name, _entry in LOGGER_BACKENDS.entries.items():
+for _name, _entry in LOGGER_BACKENDS.data.items():
     LoggerConfig.model_fields.update(_entry.keys(_name))
 
 

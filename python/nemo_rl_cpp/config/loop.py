@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict
@@ -48,7 +49,7 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
 
 def estimators_of(algorithm: str) -> list[str]:
     """Return the names of the advantage estimators that `algorithm` ("grpo" or "ppo") may use."""
-    return [name for name, entry in ADVANTAGE_ESTIMATORS.entries.items() if algorithm in entry.algorithms]
+    return [name for name, entry in ADVANTAGE_ESTIMATORS.data.items() if algorithm in entry.algorithms]
 
 
 GRPOEstimator = Annotated[str, OneOf(lambda: estimators_of("grpo"), dotted=True)]
@@ -249,9 +250,7 @@ class AsyncGRPOConfig(AsyncConfig):
     max_generation_failures: Count = 0
     """Number of rounds of generation and scoring that may fail during a run. A failed round is repeated."""
 
-    @property
-    def failures_allowed(self) -> int:
-        return self.max_generation_failures
+    failures_allowed = property(attrgetter("max_generation_failures"))
 
 
 class EstimatorConfig(Section):
@@ -329,9 +328,7 @@ class GRPOConfig(LoopConfig):
         }
         return {flag: value for flag, value in of_flag.items() if value is not None}
 
-    @property
-    def leave_one_out(self) -> bool:
-        return self.use_leave_one_out_baseline
+    leave_one_out = property(attrgetter("use_leave_one_out_baseline"))
 
 
 class DataPlaneConfig(Section):
@@ -400,17 +397,13 @@ class PPOConfig(LoopConfig):
     def beside_training(self) -> AsyncConfig:
         return self.async_ppo or AsyncPPOConfig()
 
-    @property
-    def policy_epochs(self) -> int:
-        return self.ppo_epochs
+    policy_epochs = property(attrgetter("ppo_epochs"))
 
     @property
     def critic_epochs(self) -> int:
         return self.critic_ppo_epochs or self.ppo_epochs
 
-    @property
-    def first_policy_step(self) -> int:
-        return self.policy_training_start_step
+    first_policy_step = property(attrgetter("policy_training_start_step"))
 
 
 def check_loop(loop: LoopConfig, name: str, report: Report) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from nemo_rl_cpp.argument_checks import did_you_mean
@@ -111,9 +112,7 @@ class PeftConfig(Adapters):
     exclude_modules: list[str] = key([], "Instead of target_modules: matrices that get no adapter.")
     lora_A_init_method: Literal["xavier", "kaiming"] = key("xavier", "As lora_A_init of dtensor_cfg.lora_cfg.")
 
-    @property
-    def lora_A_init(self) -> str:
-        return self.lora_A_init_method
+    lora_A_init = property(attrgetter("lora_A_init_method"))
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -129,12 +128,6 @@ def matches(pattern: str, module: str) -> bool:
 def is_experts(module: str) -> bool:
     """Return whether the module with the name `module` holds the experts of a layer."""
     return module.endswith(".experts")
-
-
-def is_default(module: str) -> bool:
-    """Return whether the module gets an adapter if target_modules does not name it. Experts do not, as in NeMo RL, and
-    neither does `out_proj` of Mamba-2: PEFT raises an error for it, and NeMo RL's files exclude it."""
-    return not is_experts(module) and not module.endswith(MAMBA_OUTPUT)
 
 
 @dataclass(frozen=True)
@@ -220,12 +213,14 @@ class LayerKinds:
 
 
 def adapted_modules(lora: Adapters, layers: LayerKinds) -> list[str]:
-    """Return the names of the modules that get adapters in a model with these layers, see `is_default`."""
+    """Return the names of the modules that get adapters in a model with these layers. If target_modules does not name
+    them, experts get none, as in NeMo RL, and neither does `out_proj` of Mamba-2: PEFT raises an error for it, and
+    NeMo RL's files exclude it."""
     modules = list(layers.modules())
     everything, wanted, unwanted = lora.match_all_linear, lora.target_modules, lora.exclude_modules
     if wanted and not everything:
         return [module for module in modules if _matches_any(lora, wanted, module)]
-    linear = [module for module in modules if is_default(module)]
+    linear = [name for name in modules if not is_experts(name) and not name.endswith(MAMBA_OUTPUT)]
     return linear if everything else [module for module in linear if not _matches_any(lora, unwanted, module)]
 
 

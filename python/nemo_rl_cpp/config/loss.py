@@ -1,5 +1,6 @@
 """The `loss_fn` and `value_loss_fn` sections."""
 
+from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import PrivateAttr, model_validator
@@ -182,10 +183,8 @@ class ClippedPGLossConfig(Section):
             raise ValueError(f"use_cispo, disable_ppo_ratio and force_on_policy_ratio do not go with the loss {name}")
         return self
 
-    @property
-    def correction_left_open(self) -> bool:
-        """Whether the user did not set `use_importance_sampling_correction`, so that `fill_correction` has set it."""
-        return self._correction_left_open
+    correction_left_open = property(attrgetter("_correction_left_open"))
+    """Whether the user did not set `use_importance_sampling_correction`, so that `fill_correction` has set it."""
 
     def fill_correction(self, wanted: bool) -> None:
         """Set `use_importance_sampling_correction` if it is null: to `wanted`, or to false if other keys of the loss

@@ -1,6 +1,7 @@
 """The classes of whole configurations: of training runs and of an evaluation."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import ClassVar, Literal, TypeVar
 
 from pydantic import PrivateAttr, ValidationError
@@ -30,7 +31,7 @@ from .logger import LoggerConfig
 from .loop import AsyncRLConfig, DataPlaneConfig, GRPOConfig, LoopConfig, PPOConfig
 from .loss import ClippedPGLossConfig, MseValueLossConfig
 from .penalties import RewardPenaltyConfig
-from .policy import PolicyConfig, TokenizerConfig, TrainedModelConfig, ValueConfig, fill
+from .policy import FROM_THE_POLICY, PolicyConfig, TokenizerConfig, TrainedModelConfig, ValueConfig, fill
 
 
 class EvalConfig(Section):
@@ -53,17 +54,13 @@ class MasterConfig(Section):
     _positions: dict[str, str] = PrivateAttr(default_factory=dict)
     _environment: dict[str, str] = PrivateAttr(default_factory=dict)
 
-    @property
-    def positions(self) -> dict[str, str]:
-        """{dotted key: place ("file.yaml:line" or "override '...'")} for each key that a file or the command line
-        sets."""
-        return self._positions
+    positions = property(attrgetter("_positions"))
+    """{dotted key: place ("file.yaml:line" or "override '...'")} for each key that a file or the command line
+    sets."""
 
-    @property
-    def environment_texts(self) -> dict[str, str]:
-        """{value of an environment variable: "${oc.env:NAME}"} for each variable that was read. In saved configurations
-        the text replaces the value (see `config.access.written`)."""
-        return self._environment
+    environment_texts = property(attrgetter("_environment"))
+    """{value of an environment variable: "${oc.env:NAME}"} for each variable that was read. In saved configurations
+    the text replaces the value (see `config.access.written`)."""
 
     has_critic: ClassVar[bool] = False
     """Whether a critic is trained."""
@@ -73,11 +70,9 @@ class MasterConfig(Section):
         evaluation."""
         return {}
 
-    @property
-    def sampling(self) -> tuple[str, GenerationConfig]:
-        """(dotted key, section) of the section that configures generation: `policy.generation`, or in an evaluation
-        `generation`."""
-        raise NotImplementedError
+    sampling: ClassVar[tuple[str, GenerationConfig]]
+    """(dotted key, section) of the section that configures generation: `policy.generation`, or in an evaluation
+    `generation`."""
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
@@ -97,15 +92,15 @@ class MasterConfig(Section):
     def fill_defaults(self) -> None:
         """Set keys that are null and whose default depends on other keys."""
 
+    _check_together: ClassVar[Callable[..., None]]
+    """Report settings that do not fit together: a method (report)."""
+
     def check_rules(self, report: Report) -> None:
         """Call `fill_defaults`, then report unsupported settings and settings that do not fit together."""
         self.fill_defaults()
         check_marks(self, "", report)
         if rules.sound_environments(self.env, report):
             self._check_together(report)
-
-    def _check_together(self, report: Report) -> None:
-        raise NotImplementedError
 
     def check_all(self, report: Report) -> None:
         for name, inner in environment_sections().items():
@@ -150,11 +145,9 @@ class TrainMasterConfig(MasterConfig):
         if not self.positions:  # a checked configuration of files keeps what the files say
             self._fixed = fixed
 
-    @property
-    def fixed_by_user(self) -> frozenset[str]:
-        """The dotted keys that policy.memory_budget_gb must not change, because the user has set them (see
-        `rules_model.check_budget`)."""
-        return self._fixed
+    fixed_by_user = property(attrgetter("_fixed"))
+    """The dotted keys that policy.memory_budget_gb must not change, because the user has set them (see
+    `rules_model.check_budget`)."""
 
     def trained_models(self) -> dict[str, TrainedModelConfig]:
         return {"policy": self.policy}
@@ -184,7 +177,7 @@ class TrainMasterConfig(MasterConfig):
         if isinstance(gym, dict) and flags is not None:
             gym.setdefault("should_mask_flagged_samples", flags)
         if self.loop.beside_training.enabled and not self.policy.generation.colocated.enabled:
-            self.cluster.note_beside_training()
+            self.cluster._beside_training = True  # the executor `auto` then starts two processes
         row = exactness_of(self.policy)
         self.loss_fn.fill_correction(row is not None and not row.equal)
         if self.loss_fn.loss_agg_mode == "seq-mean-token-sum-norm":
@@ -231,9 +224,7 @@ class DistillationMasterConfig(TrainMasterConfig):
     def teachers(self) -> dict[str, str]:
         return {} if self.teacher.is_outside else {"teacher.model_name": absolute_folder(self.teacher.model_name)}
 
-    @property
-    def candidates(self) -> int | None:
-        return self.distillation.topk_logits_k
+    candidates = property(attrgetter("distillation.topk_logits_k"))
 
 
 class PPOMasterConfig(TaughtMasterConfig):
@@ -254,7 +245,8 @@ class PPOMasterConfig(TaughtMasterConfig):
 
     def fill_defaults(self) -> None:
         super().fill_defaults()
-        self.value.fill_from(self.policy)
+        fill(self.value, **{name: getattr(self.policy, name) for name in FROM_THE_POLICY})
+        self.value.fill_batching()
 
 
 class SFTMasterConfig(TrainMasterConfig):
@@ -284,8 +276,7 @@ class EvalMasterConfig(MasterConfig):
     env: EnvConfigs = key({}, "Environments by name.")
     cluster: ClusterConfig = section(ClusterConfig)
 
-    def _check_together(self, report: Report) -> None:
-        rules.check_eval(self, report)
+    _check_together = rules.check_eval
 
     @property
     def sampling(self) -> tuple[str, GenerationConfig]:

@@ -25,10 +25,7 @@ def _full_name(dtype: object) -> str:
     return DTYPES.get(name, name)
 
 
-def _adamw(value: object) -> object:
-    return "torch.optim.AdamW" if value == "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam" else value
-
-
+_FUSED = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
 MomentDtype = Annotated[Literal["float32", "bfloat16", "uint8"], BeforeValidator(_full_name)]
 Float32 = Annotated[Literal["float32"], BeforeValidator(_full_name)]
 
@@ -61,7 +58,9 @@ class OptimizerKwargs(AdamWConfig):
 class OptimizerConfig(Section):
     """Settings of the optimizer: its name and its arguments."""
 
-    name: Annotated[Literal["torch.optim.AdamW"], BeforeValidator(_adamw)] = "torch.optim.AdamW"
+    name: Annotated[
+        Literal["torch.optim.AdamW"], BeforeValidator(lambda name: "torch.optim.AdamW" if name == _FUSED else name)
+    ] = "torch.optim.AdamW"
     """Optimizer. AdamW is the only one. The name of Transformer Engine's FusedAdam is read as AdamW: it has the same
     formula."""
     kwargs: OptimizerKwargs = key(None, "Arguments of the optimizer.", validate_default=True)

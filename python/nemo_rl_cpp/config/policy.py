@@ -364,7 +364,7 @@ class ValueTokenizerConfig(TokenizerConfig):
     name: str | None = no_effect(None, "the critic reads what the policy's tokenizer wrote")
 
 
-_FROM_THE_POLICY = (
+FROM_THE_POLICY = (
     "backend", "model_name", "precision", "train_global_batch_size", "train_micro_batch_size",
     "max_total_sequence_length", "gradient_blocks", "data_parallel_sharding_strategy", "overlap_grad_reduce",
 )  # fmt: skip
@@ -379,11 +379,6 @@ class ValueConfig(TrainedModelConfig):
     precision: Precision | None = key(None, "Precision of the critic, float32 or bfloat16. null: policy.precision.")
     sequence_packing: ValuePackingConfig = section(ValuePackingConfig)
     reward_model_cfg: RewardModelConfig | None = section(RewardModelConfig)
-
-    def fill_from(self, policy: TrainedModelConfig) -> None:
-        """Set the keys that are null to the values of the same keys in `policy`."""
-        fill(self, **{name: getattr(policy, name) for name in _FROM_THE_POLICY})
-        self.fill_batching()
 
 
 def check_trained_model(model: TrainedModelConfig, name: str, report: Report) -> None:

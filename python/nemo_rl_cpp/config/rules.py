@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
-from nemo_rl_cpp.dotted_names import is_user_defined
+from nemo_rl_cpp.dotted_names import is_dotted, is_user_defined
 from nemo_rl_cpp.files.prompt_files import find_prompt
 
 from . import rules_model
@@ -21,7 +21,6 @@ from .data import (
     EvalDataConfig,
     dataset_keys,
     datasets_of,
-    is_class_name,
     takes,
 )
 from .distillation import check_sft, check_teachers
@@ -280,8 +279,8 @@ def _check_run(config: TrainMasterConfig, report: Report) -> None:
         several = "data.use_multiple_dataloader"
         text = f"ends no run with {several}, whose loaders begin again without end: leave it out, and set {steps}"
         report.add(epochs, text, several)
-    for backend, entry in LOGGER_BACKENDS.entries.items():
-        package = entry.package if config.logger.is_enabled(backend) else None
+    for backend, entry in LOGGER_BACKENDS.data.items():
+        package = entry.package if getattr(config.logger, f"{backend}_enabled") else None
         if package is not None and importlib.util.find_spec(package) is None:
             text = f"is true but {backend} is not installed; install the extra `{backend}`, or set it to false"
             report.add(f"logger.{backend}_enabled", text)
@@ -376,10 +375,10 @@ def _check_dataset(dataset: DatasetConfig, dotted: str, report: Report, default:
     if name is None:
         report.add(f"{dotted}.dataset_name", "is missing: name a data set, here or in data.default")
         return
-    if not _is_known(name, "data.default" if inherits else dotted, report) or is_class_name(name):
+    if not _is_known(name, "data.default" if inherits else dotted, report) or is_dotted(name):
         return
     name = DATASET_ALIASES.get(name, name)
-    _check_extra_keys(dataset, dotted, DATASET_REGISTRY.entries[name].keys, name, report)
+    _check_extra_keys(dataset, dotted, DATASET_REGISTRY.data[name].keys, name, report)
     given = {*(dataset.model_extra or {}), *((default.model_extra or {}) if default is not None else ())}
     if name == "ResponseDataset" and "data_path" not in given:
         text = "is missing: ResponseDataset reads a file or a data set of the hub"
@@ -389,7 +388,7 @@ def _check_dataset(dataset: DatasetConfig, dotted: str, report: Report, default:
 def _is_known(name: str, dotted: str, report: Report) -> bool:
     """Return whether `name` is a known dataset or a user's class. If it is not, report a mistake of the key
     `dotted`.dataset_name."""
-    if name in DATASET_REGISTRY or name in DATASET_ALIASES or is_class_name(name):
+    if name in DATASET_REGISTRY or name in DATASET_ALIASES or is_dotted(name):
         return True
     names = [*DATASET_REGISTRY, *DATASET_ALIASES]
     meant = next((known for known in names if known.lower() == name.lower()), name)
@@ -404,7 +403,7 @@ def _is_known(name: str, dotted: str, report: Report) -> bool:
 def _check_extra_keys(
     dataset: DatasetDefaults, dotted: str, allowed: tuple[str, ...], name: str | None, report: Report
 ) -> None:
-    if name is not None and is_class_name(name):
+    if name is not None and is_dotted(name):
         return
     known = sorted({*type(dataset).model_fields, *allowed})
     for key in dataset.model_extra or {}:

@@ -32,8 +32,10 @@ from nemo_rl_cpp.errors import say_once
 from nemo_rl_cpp.evals.results import EvalResult, cons_at_k, interval_of_mean, pass_at_k, save_evaluation_data, show
 from nemo_rl_cpp.hub.sources import find_policy_weights
 from nemo_rl_cpp.models.generation.base_engine import BaseEngine
+from nemo_rl_cpp.models.generation.hf import HfGeneration
 from nemo_rl_cpp.models.generation.interfaces import generating
 from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
+from nemo_rl_cpp.models.hf.trained import open_frozen
 from nemo_rl_cpp.models.hf_config import max_positions
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 from nemo_rl_cpp.models.model_folder import open_model_folder
@@ -131,9 +133,6 @@ def make_generation(
 
 
 def _hf_generation(config: MasterConfig, tokenizer: TokenizerType, given: int | None) -> BaseEngine:
-    from nemo_rl_cpp.models.generation.hf import HfGeneration
-    from nemo_rl_cpp.models.hf.trained import open_frozen
-
     name, precision = find_policy_weights(config.generation.model_name), config.generation.vllm_cfg.precision
     folder, module = open_frozen(name, precision, device=check_device(config.cluster.device), longest=given)
     if given is None and folder.positions is not None:

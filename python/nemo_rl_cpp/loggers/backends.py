@@ -335,7 +335,7 @@ def _latest_changes(params: Mapping[str, str]) -> dict[str, tuple[tuple[int, int
 def check_trackers(cfg: LoggerConfig) -> None:
     """Raise ValueError if MLflow is enabled and no server answers at its address within three seconds. Folders,
     databases and servers behind a proxy are not checked. Call this before a model is loaded."""
-    uri = MLflowLogger.options(cfg.mlflow).get("tracking_uri") if cfg.is_enabled("mlflow") else None
+    uri = MLflowLogger.options(cfg.mlflow).get("tracking_uri") if cfg.mlflow_enabled else None
     address = urlsplit(uri or "")
     if address.scheme not in ("http", "https") or address.hostname is None:
         return

@@ -44,7 +44,7 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
         self.ledger = LogLedger(self.log_dir)
         self._lock: FolderLock | None = None
         for name in LOGGER_BACKENDS:
-            if section.is_enabled(name):
+            if getattr(section, f"{name}_enabled"):
                 folder = self.log_dir / name
                 folder.mkdir(exist_ok=True)
                 self.loggers.append(LOGGER_BACKENDS[name](getattr(section, name), log_dir=str(folder)))

@@ -12,10 +12,6 @@ DENSE, SPARSE = "dense", "sparse"  # entries of mlp_layer_types
 PATTERN = {"M": RECURRENT, "*": FULL, "-": MLP, "E": MLP}  # letters of hybrid_override_pattern; E: experts
 
 
-def _all_full(form: Form) -> list[str]:
-    return [FULL] * form["num_hidden_layers"]
-
-
 def _all_sliding(form: Form) -> list[str]:
     return [SLIDING] * form["num_hidden_layers"]
 
@@ -33,7 +29,7 @@ def _where_switched_on(slides: Callable[[Form, int], bool]) -> Callable[[Form], 
 
     def layer_types(form: Form) -> list[str]:
         if not form["use_sliding_window"]:
-            return _all_full(form)
+            return [FULL] * form["num_hidden_layers"]
         return form.get("layer_types") or [
             SLIDING if slides(form, i) else FULL for i in range(form["num_hidden_layers"])
         ]
@@ -157,7 +153,7 @@ class Architecture(NamedTuple):
     biases: tuple[str, ...] = ("attention",)
     qk_norm: str = "none"
     norms: Mapping[str, str] = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
-    layer_types: Callable[[Form], list[str]] = _all_full
+    layer_types: Callable[[Form], list[str]] = lambda form: [FULL] * form["num_hidden_layers"]
     lists_layers: bool = False
     rotary: Callable[[Form], list[bool]] = lambda form: [True] * form["num_hidden_layers"]
     rope_theta: float = 10000.0
@@ -346,7 +342,7 @@ SUPPORTED_ARCHITECTURES = {
     ),
     "qwen3_moe": Architecture(
         "Qwen3Moe", _QWEN3_MOE, qk_norm="head", experts=Experts(),
-        layer_types=lambda form: _all_sliding(form) if form["use_sliding_window"] else _all_full(form),
+        layer_types=lambda form: [SLIDING if form["use_sliding_window"] else FULL] * form["num_hidden_layers"],
     ),
     "olmoe": Architecture(
         "Olmoe", _OLMOE, qk_norm="whole", only={"clip_qkv": None}, experts=Experts(width="intermediate_size")

@@ -52,7 +52,7 @@ class QuantisedTensors:
         for name, (dtype, shape, begin, end) in entries.items():
             if name in self._states:
                 dtype, shape = "NF4", list(self._states[name]["shape"])
-            elif self._scales_of(name) in entries:
+            elif name.removesuffix(".weight") + ROW_SCALES in entries:
                 dtype = "F32"
             if name not in hidden:
                 self.places[name] = (dtype, shape, begin, end)
@@ -77,10 +77,6 @@ class QuantisedTensors:
             ) from None
         return state
 
-    @staticmethod
-    def _scales_of(name: str) -> str:
-        return name.removesuffix(".weight") + ROW_SCALES
-
     def _read(self, name: str) -> np.ndarray:
         dtype, shape, begin, end = self._entries[name]
         with self._file.open("rb") as handle:
@@ -92,7 +88,7 @@ class QuantisedTensors:
         blocks, 8 bits become float32, and all others are `data` itself."""
         if name in self._states:
             made = self._blocks(name, data)
-        elif (scales := self._scales_of(name)) in self._entries:
+        elif (scales := name.removesuffix(".weight") + ROW_SCALES) in self._entries:
             rows = np.frombuffer(data, np.int8).reshape(self.places[name][1]).astype(np.float32)
             made = rows * self._read(scales).reshape(-1, 1) * np.float32(1 / 127)
         else:

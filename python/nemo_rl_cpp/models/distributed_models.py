@@ -8,6 +8,7 @@ from types import NoneType
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.distillation import absolute_folder
 from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig, ValueConfig
 from nemo_rl_cpp.config.rules_model import checked_policy
@@ -15,9 +16,9 @@ from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from nemo_rl_cpp.distributed.ragged_batch import Batch, BatchedDataDict, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks, connect
-from nemo_rl_cpp.distributed.worker_calls import WorkerCall
-from nemo_rl_cpp.models.generation.distributed import DistributedGeneration, EngineHost, for_workers
+from nemo_rl_cpp.models.generation.distributed import DistributedGeneration, EngineHost
 from nemo_rl_cpp.models.generation.interfaces import RefitRendezvous, RefitResult
+from nemo_rl_cpp.models.hf.trained import HfPolicyWorker, HfValue
 from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult, ValueInterface
 from nemo_rl_cpp.models.lm_value import Value
 from nemo_rl_cpp.models.policy.lm_policy import Policy, PolicyUpdates
@@ -50,16 +51,6 @@ def _built(
     return model(None, **options, ranks=ranks.split(tensor_size))
 
 
-def value_class(config: ValueConfig) -> type[Value]:
-    """Return the class of a critic in a single process. The transformers backend is imported only if it is
-    configured."""
-    if config.backend != "hf":
-        return Value
-    from nemo_rl_cpp.models.hf.trained import HfValue
-
-    return HfValue
-
-
 class DistributedModel:
     """One model in all workers of a cluster. A method passes its batch to all workers. Each worker processes its share
     of the samples (`Ranks`) with the whole model or a tensor-parallel slice, and the method combines the workers'
@@ -77,7 +68,7 @@ class DistributedModel:
         tokenizer: TokenizerType | None,
         **options: object,
     ) -> None:
-        config = for_workers(config)
+        config = config.model_copy(update={"model_name": absolute_folder(config.model_name)})
         paths = {name: absolute(options.get(name)) for name in ("weights_path", "optimizer_path")}
         self.cluster, self.config, self.tokenizer = cluster, config, tokenizer
         count = config.tensor_parallel(cluster.world_size())
@@ -88,9 +79,14 @@ class DistributedModel:
     def learning_rate(self) -> float:
         return self.group.call_all("learning_rate")[0]
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return {Hugging Face name: tensor} for all weights, copied from rank 0."""
-        return self.group.call_all("first_state_dict")[0]
+    def _of_rank_0(self, method: str, *arguments: object) -> object:
+        """Call `method` in all workers, with absolute paths, and return the result of rank 0."""
+        return self.group.call_all(method, *map(absolute, arguments))[0]
+
+    state_dict = partialmethod(_of_rank_0, "first_state_dict")  # all weights, by their Hugging Face names
+    checkpoint_bytes = partialmethod(_of_rank_0, "checkpoint_bytes")
+    save_checkpoint = partialmethod(_of_rank_0, "save_checkpoint")  # the files of a single process, written by rank 0
+    keep_bad_batches = partialmethod(_of_rank_0, "keep_bad_batches")
 
     def weight_digest(self) -> str:
         """Return the digest of the weights. Raise RuntimeError if it is not the same on all ranks."""
@@ -103,20 +99,9 @@ class DistributedModel:
         ((name, of_tokens),) = self.group.call_all(method, batch, *options)[0].items()
         return BatchedDataDict({name: in_layout_of(data, batch, of_tokens)})
 
-    def save_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
-        """Save a checkpoint with the same files as a single process would write. Rank 0 gathers the optimizer's shards
-        and writes the files."""
-        self.group.call_all("save_checkpoint", absolute(weights_path), absolute(optimizer_path))
-
-    def checkpoint_bytes(self, optimizer: bool) -> int:
-        return self.group.call_all("checkpoint_bytes", optimizer)[0]
-
     def non_finite_parameters(self) -> list[str]:
         """Return the names of the parameters that contain an infinity or NaN on any rank."""
         return list(dict.fromkeys(name for names in self.group.call_all("non_finite_parameters") for name in names))
-
-    def keep_bad_batches(self, folder: Path) -> None:
-        self.group.call_all("keep_bad_batches", absolute(folder))
 
     def shutdown(self) -> bool:
         """Shut down the processes of the cluster."""
@@ -129,18 +114,13 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
     def __init__(
         self, cluster: Cluster, config: PolicyConfig | Mapping[str, object], tokenizer: TokenizerType | None, **options: object
     ) -> None:  # fmt: skip
-        config, worker = checked_policy(config), PolicyWorker
-        if config.backend == "hf":
-            from nemo_rl_cpp.models.hf.trained import HfPolicyWorker as worker
-        super().__init__(worker, cluster, config, tokenizer, **options)
+        config = checked_policy(config)
+        super().__init__(
+            HfPolicyWorker if config.backend == "hf" else PolicyWorker, cluster, config, tokenizer, **options
+        )
         self.zero_gradient_share = self.reused_forward_share = 0.0
 
-    @property
-    def skips_prev_logprobs(self) -> bool:
-        """Return whether training uses generation's log-probabilities as the old policy's, as in `Policy`. With the
-        transformers backend it does not, because generation is not bit-identical to training."""
-        return self.config.backend != "hf" and self.config.reuse_generation_logprobs != "never"
-
+    skips_prev_logprobs, performance = Policy.skips_prev_logprobs, Policy.performance
     get_logprobs = partialmethod(DistributedModel._gather, "get_logprobs")
     get_reference_policy_logprobs = partialmethod(DistributedModel._gather, "get_reference_policy_logprobs")
     get_entropies = partialmethod(DistributedModel._gather, "get_entropies")
@@ -171,21 +151,6 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         config = generation_config or self.config.generation
         return DistributedGeneration(self.group, config, options, self.tokenizer, blocks)
 
-    def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
-        """Start connecting trainer rank 0 to the dedicated engines, whose `init_collective` must be called with the
-        same `meeting`. Return the pending call."""
-        return [self.group.run_single_worker_single_data("init_collective", 0, meeting)]
-
-    def broadcast_weights_for_collective(self, version: int) -> list[WorkerCall]:
-        """Start sending rank 0's weights to the dedicated engines. Return the pending call, whose result is a
-        `RefitResult`."""
-        return [self.group.run_single_worker_single_data("broadcast_weights_for_collective", 0, version)]
-
-    def performance(self) -> dict[str, float]:
-        """Return the metrics of `Policy.performance`, computed over all ranks."""
-        shares = {"reused_forward_share": self.reused_forward_share, "zero_gradient_share": self.zero_gradient_share}
-        return shares if self.config.backend != "hf" else {"zero_gradient_share": self.zero_gradient_share}
-
 
 class DistributedValue(DistributedModel, ValueInterface):
     """`Value`, the critic, in several processes: each worker trains on its share of a batch."""
@@ -193,7 +158,7 @@ class DistributedValue(DistributedModel, ValueInterface):
     def __init__(
         self, cluster: Cluster, config: ValueConfig, tokenizer: TokenizerType | None, **options: object
     ) -> None:
-        super().__init__(value_class(config), cluster, config, tokenizer, **options)
+        super().__init__(HfValue if config.backend == "hf" else Value, cluster, config, tokenizer, **options)
 
     get_values = partialmethod(DistributedModel._gather, "get_values")
 

@@ -41,18 +41,13 @@ class Buffers:
         return (attention * s.attention_layers + recurrent * len(s.recurrent_layers)) / layers
 
     @property
-    def _columns(self) -> float:
-        """Return the intermediate size of the MLP, or of a token's experts, averaged over all layers."""
-        s = self.sizes
-        return self._inner * (len(s.mlp_layers) / s.num_hidden_layers if s.mlp_layers else 1)
-
-    @property
     def layer(self) -> float:
         """Return the bytes per token that a layer stores for its backward pass (csrc/model/layer_activations.h)."""
         s = self.sizes
         streams = (1 if s.mlp_layers else 2) + s.norms_of_results
         gates = s.mlp_matrices - 1
-        return self._mixer + gates * self.width * self._columns + streams * (_SUM * s.hidden_size + _SUM)
+        columns = self._inner * (len(s.mlp_layers) / s.num_hidden_layers if s.mlp_layers else 1)  # averaged over layers
+        return self._mixer + gates * self.width * columns + streams * (_SUM * s.hidden_size + _SUM)
 
     @property
     def kept(self) -> float:

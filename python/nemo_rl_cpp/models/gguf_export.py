@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 import gguf
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
+from nemo_rl_cpp._native import C
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.files.yaml_text import Plain
@@ -25,12 +27,10 @@ from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models import hf_config, rope
 from nemo_rl_cpp.models.architectures import FULL, RECURRENT, SLIDING, SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.gguf_weights import FAMILIES, from_gguf, stored_names, stored_shape, tensor_names, to_gguf
+from nemo_rl_cpp.models.model_folder import read_model_folder
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.weight_files import RawTensor, all_entries, decoded, fill_parameters, raw_tensors, weight_files
-
-FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
-"""Formats of the matrices. Vectors are always float32. In q4_0, embedding and LM head have 8 bits: this costs little
-and avoids most of the error that 4 bits would cause there."""
+from nemo_rl_cpp.models.weights import named_views
 
 
 def export_gguf(folder: Path, file: Path, kind: str) -> int:
@@ -40,7 +40,7 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
     final name once it is complete.
 
     Args:
-        kind: the quantization format of the matrices, one of FORMATS.
+        kind: the quantization format of the matrices, one of f32, f16, bf16, q8_0 and q4_0.
 
     Raises:
         ModelFolderError: GGUF cannot represent the model or tokenizer so that llama.cpp computes the same results."""
@@ -102,10 +102,6 @@ def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     name = kind.name.lower()
     if name not in ("q8_0", "q4_0"):
         return gguf.quants.quantize(values, kind)
-    import torch
-
-    from nemo_rl_cpp._native import C
-
     rows, columns = values.shape
     blocks = C.zero_blocks(rows, columns, name)
     C.pack_blocks(torch.from_numpy(np.require(values, requirements=["C", "W"])), blocks)
@@ -123,7 +119,8 @@ def check_family(config: Mapping[str, Plain]) -> None:
         )
     family, made = FAMILIES[kind], SUPPORTED_ARCHITECTURES[kind]
     native = hf_config.native_config(config)
-    scaling = rope.of_kind(config, FULL)["rope_scaling"]
+    scaling, kinds = rope.of_kind(config, FULL)["rope_scaling"], made.layer_types(config)
+    every = [*kinds, FULL].index(FULL) + 1  # the first layer with full attention, from 1
     wrong = None
     if scaling is not None and scaling["rope_type"] not in family.scalings:
         wrong = f"rope scaling of type {scaling['rope_type']}"
@@ -131,7 +128,7 @@ def check_family(config: Mapping[str, Plain]) -> None:
         wrong = f"the activation {native['activation']}"
     elif kind == "smollm3" and made.rotary(config) != [(i + 1) % 4 != 0 for i in range(config["num_hidden_layers"])]:
         wrong = "no rotary embeddings in other layers than every fourth"
-    elif kind == "gemma2" and made.layer_types(config)[:2] != [SLIDING, FULL]:
+    elif kind == "gemma2" and kinds[:2] != [SLIDING, FULL]:
         wrong = "windows in other layers than every second"
     elif kind == "qwen3" and config["attention_bias"]:
         wrong = "attention_bias"
@@ -140,17 +137,11 @@ def check_family(config: Mapping[str, Plain]) -> None:
     elif kind.startswith("qwen3_5") and config["linear_value_head_dim"] != config["linear_key_head_dim"]:
         wrong = f"linear_value_head_dim {config['linear_value_head_dim']} and linear_key_head_dim {config['linear_key_head_dim']}"
     elif kind.startswith("qwen3_5") and any(
-        (each == FULL) != ((layer + 1) % _interval(config) == 0) for layer, each in enumerate(made.layer_types(config))
+        (each == FULL) != ((layer + 1) % every == 0) for layer, each in enumerate(kinds)
     ):
         wrong = "full attention in other layers than every n-th"
     if wrong is not None:
         raise ModelFolderError(f"a {kind} model with {wrong} is not computed by llama.cpp, so no GGUF file is written")
-
-
-def _interval(config: Mapping[str, Plain]) -> int:
-    """Return the number (from 1) of the first layer with full attention; the number of layers + 1 without one."""
-    kinds = SUPPORTED_ARCHITECTURES[config["model_type"]].layer_types(config)
-    return [*kinds, FULL].index(FULL) + 1
 
 
 def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, kind: str) -> None:
@@ -166,7 +157,7 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(float(config["rms_norm_eps"]))
-    written = {**config, "max_position_embeddings": longest, "full_attention_interval": _interval(config)}
+    written = {**config, "max_position_embeddings": longest, "full_attention_interval": [*kinds, FULL].index(FULL) + 1}
     optional = {key: known for key, known in RECURRENT_AND_EXPERTS.items() if known in made.defaults}
     for key, known in (CONFIG_KEYS | optional).items():
         writer.add_uint32(f"{family.architecture}.{key}", written[known])
@@ -254,12 +245,6 @@ class Gap(NamedTuple):
 def compare_with_folder(file: Path, folder: Path) -> Gap:
     """Return the `Gap` between the logits of the model in `file`, which `export_gguf` wrote, and of the model in
     `folder`. Both are computed in float32."""
-    import torch
-
-    from nemo_rl_cpp._native import C
-    from nemo_rl_cpp.models.model_folder import read_model_folder
-    from nemo_rl_cpp.models.weights import named_views
-
     opened = read_model_folder(folder)
     ids = torch.tensor(Tokenizer.from_pretrained(folder, section="")(TEXT)["input_ids"])
     model = C.DecoderModel(opened.native(), torch.float32, trainable=False)

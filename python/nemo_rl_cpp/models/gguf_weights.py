@@ -108,7 +108,8 @@ class LinkedTensors:
         """Return the bytes of the tensor `name` in Hugging Face's layout, given its bytes `data` in the GGUF file. They
         are copied only if llama.cpp's layout differs."""
         dtype, shape = self.places[name][:2]
-        if not _differs(self._config, name):
+        moved = _paired_heads(self._config, name) > 0 or _value_heads(self._config, name) is not None
+        if not (moved or _is_offset(self._config, name) or name.endswith(".A_log")):
             return data
         if kind := self._dequantised.get(name):
             values = gguf.quants.dequantize(np.frombuffer(data, np.uint8), gguf.GGMLQuantizationType[kind])
@@ -146,12 +147,6 @@ def from_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.
     if name.endswith(".A_log"):
         values = np.log(-values)
     return values - np.float32(1) if _is_offset(config, name) else values
-
-
-def _differs(config: Mapping[str, Plain], name: str) -> bool:
-    """Return whether llama.cpp stores the parameter with other values, or in another order of rows."""
-    moved = _paired_heads(config, name) > 0 or _value_heads(config, name) is not None
-    return moved or _is_offset(config, name) or name.endswith(".A_log")
 
 
 def _value_heads(config: Mapping[str, Plain], name: str) -> tuple[int, int] | None:

@@ -406,12 +406,12 @@ def _of_generation(config: TrainMasterConfig, sizes: ModelSizes, vocabulary: int
 def _of_checkpoint(models: Iterable[TrainedModelConfig], sizes: ModelSizes) -> Parts:
     """Return the copy of the weights in which a checkpoint merges adapters, or puts experts into the layout of the
     file, of the model that needs the most."""
-
-    def copies(model: TrainedModelConfig) -> float:
+    needed = 0.0
+    for model in models:
         in_place = model.backend != "hf" and sizes.experts == 1 and (model.lora is None or model.lora.merge)
-        return 0.0 if model.quantization or in_place else float(sizes.parameters * _width(model))
-
-    return (("weight copies", max(map(copies, models))),)
+        if not model.quantization and not in_place:
+            needed = max(needed, float(sizes.parameters * _width(model)))
+    return (("weight copies", needed),)
 
 
 def _of_scoring(config: TrainMasterConfig, sizes: ModelSizes) -> Parts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,9 +54,7 @@ class ModelFolder:
     quantization: str | None = None
     adapter: SavedAdapter | None = None
 
-    @property
-    def raw(self) -> dict[str, Plain]:
-        return self.config
+    raw = property(attrgetter("config"))
 
     def native(self) -> dict[str, Plain]:
         """Return the keyword arguments for the native `DecoderModel`."""
@@ -178,11 +177,6 @@ class ModelFolder:
         if self.adapter is not None:
             add_saved_adapter(model, self.adapter)
 
-    def print_remarks(self) -> None:
-        """Print each remark to stderr as a warning, once per process."""
-        for remark in self.remarks:
-            say_once("warning", remark)
-
 
 def open_model_folder(
     name: str, overrides: Mapping[str, Plain] | None = None, *, seed: int = 0, value_head: bool = False, max_length: int | None = None,
@@ -207,7 +201,8 @@ def open_model_folder(
         )
     if max_length is not None:
         hf_config.check_length(folder.config, max_length, length_key, name)
-    folder.print_remarks()
+    for remark in folder.remarks:
+        say_once("warning", remark)
     return folder
 
 

@@ -304,10 +304,8 @@ def _yarn(
             _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all) if both else _yarn_scale(factor)
         )
 
-    def dimension(rotations: float) -> float:
-        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = dimension(float(scaling.get("beta_fast") or 32)), dimension(float(scaling.get("beta_slow") or 1))
+    rotations = float(scaling.get("beta_fast") or 32), float(scaling.get("beta_slow") or 1)
+    low, high = (head_dim * math.log(original / (n * 2 * math.pi)) / (2 * math.log(theta)) for n in rotations)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)

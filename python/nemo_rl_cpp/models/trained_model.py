@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -86,16 +87,16 @@ class TrainedModel:
             )
         self.config, self.tokenizer = config, tokenizer
         self.ranks = ranks or Ranks()
+        sharded, overlaps = config.shards_gradients, config.overlaps_grad_reduce
+        self.sums = GradientSums() if self.ranks.size == 1 else GradientSums(overlaps or sharded, sharded)
         self.device = "cpu" if cluster is None else cluster.device(config.precision)
         self.folder = self._open_folder(seed)
         self.lora = Lora.of(config, self.folder, self.section)
         if self.lora is not None:
             self.model = self._load(self.folder, trainable=False)
             self.lora.begin(self.model, seed, weights_path, is_whole=self.ranks.tensor_size == 1)
-        elif weights_path is None:
-            self.model = self._load(self.folder, trainable=True)
         else:
-            self.model = self._load_from(weights_path)
+            self.model = self._load(self.folder, trainable=True, weights=weights_path)
         self.slices = self._slices()
         self.trained = self.slices if self.lora is None else self.lora.slices(self.folder.native(), self.ranks)
         self.trainer = self._trainer_of(self.model)
@@ -141,7 +142,7 @@ class TrainedModel:
         """Return a trainer for the model. That of a frozen model does not communicate with other ranks."""
         if model is not self.model:
             return C.Trainer(model)
-        sums = self._sums()
+        sums = self.sums
         beside = self.ranks.beside() if sums.beside else None
         halves = self.config.effective_optimizer().store_param_remainders
         return C.Trainer(model, self.ranks.communicator, beside, sums.sharded, *self._moment_dtypes(), halves)
@@ -152,31 +153,22 @@ class TrainedModel:
         dtypes = {"bfloat16": torch.bfloat16, "uint8": torch.uint8}
         return dtypes.get(settings.exp_avg_dtype), dtypes.get(settings.exp_avg_sq_dtype)
 
-    def _sums(self) -> GradientSums:
-        sharded, overlaps = self.config.shards_gradients, self.config.overlaps_grad_reduce
-        return GradientSums() if self.ranks.size == 1 else GradientSums(overlaps or sharded, sharded)
-
-    def _load(self, folder: ModelFolder, *, trainable: bool) -> C.DecoderModel:
-        folder.check_weights()
-        model = self._empty(folder, trainable)
-        folder.fill(model)
-        return model
-
-    def _empty(self, folder: ModelFolder, trainable: bool) -> C.DecoderModel:
-        dtype = DTYPES[self.config.precision]
-        model = C.DecoderModel(folder.native(), dtype, trainable, self.device, self.ranks.tensor)
+    def _load(self, folder: ModelFolder, *, trainable: bool, weights: str | Path | None = None) -> C.DecoderModel:
+        """Return the model of `folder` with the weights of the folder `weights`; None: those of `folder` itself."""
+        if weights is None:
+            folder.check_weights()
+        model = C.DecoderModel(
+            folder.native(), DTYPES[self.config.precision], trainable, self.device, self.ranks.tensor
+        )
         if trainable and self.config.freezes_routers:
             model.freeze_routers()
+        if weights is None:
+            folder.fill(model)
+        else:
+            load_weights(model, weights)
         return model
 
-    def _load_from(self, weights_path: str | Path) -> C.DecoderModel:
-        model = self._empty(self.folder, True)
-        load_weights(model, weights_path)
-        return model
-
-    @property
-    def learning_rate(self) -> float:
-        return self.schedule.lr
+    learning_rate = property(attrgetter("schedule.lr"))
 
     def weight_digest(self) -> str:
         """Return a digest of the weights in the run's precision: 16 hexadecimal digits."""
@@ -195,7 +187,7 @@ class TrainedModel:
     def first_state_dict(self) -> dict[str, Tensor]:
         """Return `state_dict` in the first data-parallel group and {} in the others. All workers must call this
         method."""
-        return self.state_dict() if self.ranks.rank == 0 else {}
+        return self.state_dict() if self.slices.ranks.rank == 0 else {}
 
     # ---- forward and optimizer step ---------------------------------------------------------------------------------
 
@@ -248,7 +240,7 @@ class TrainedModel:
         native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching)
         out = torch.zeros(batch.num_tokens, dtype=trainer.out_dtype)
         entropy = torch.zeros_like(out) if entropies else None
-        with self._together(trainer):
+        with getattr(trainer, "together", nullcontext)():  # a `ShardedTrainer` has passes of all ranks
             for micro in micro_batches:
                 trainer.forward(native, micro, scoring.temperature, batching.share_prefix, False, False, out,
                                 top_p=scoring.top_p, top_k=scoring.top_k, entropy=entropy)  # fmt: skip
@@ -276,15 +268,11 @@ class TrainedModel:
                 trainer.forward(*common, False, False, logprobs)
         return self.ranks.whole(ids) if given is None else ids, self.ranks.whole(logprobs)
 
-    def _together(self, trainer: C.Trainer) -> AbstractContextManager[None]:
-        """Return a context for a loop over micro-batches. Subclasses whose passes involve all ranks override it."""
-        return nullcontext()
-
     def _runner(self, loss_fn: Loss, mbs: int | None, scoring: Scoring = Scoring()) -> MicroBatchRunner:
         """Return the runner of a training pass in micro-batches of `mbs` samples (None: the configured size)."""
         evaluate = evaluate_value_loss if self.value_head else None
         return MicroBatchRunner(
-            self.trainer, loss_fn, self._batching("train", mbs), scoring, evaluate, self.ranks, self.config.gradient_blocks, self._sums(),
+            self.trainer, loss_fn, self._batching("train", mbs), scoring, evaluate, self.ranks, self.config.gradient_blocks, self.sums,
             counts_loads=self._bias_update_rate > 0, balance_weight=self._balance_weight,
         )  # fmt: skip
 
@@ -313,7 +301,7 @@ class TrainedModel:
                 self.trainer.zero_grad()
             result, error = None, None
             try:
-                with self._together(self.trainer):
+                with getattr(self.trainer, "together", nullcontext)():
                     options = first if begin == 0 else {}
                     result = way.forward_backward(batch, begin, begin + gbs, backward=not eval_mode, **options)
             except NonFiniteError as found:
@@ -455,19 +443,16 @@ class TrainedModel:
 
     def _save_optimizer(self, folder: Path) -> None:
         """Gather the optimizer state on the first rank, which saves it. The files do not depend on the ranks."""
-        whole = {name: self._whole(tensor, name) for name, tensor in self._optimizer_tensors().items()}
+        whole, shard, total = {}, self.trainer.shard, self.trained.own.total
+        for name, tensor in self._optimizer_tensors().items():
+            gathered = self.trained.ranks.gather_shards(tensor, shard, total, name)
+            whole[name] = self.trained.gather(gathered, name)
         if not self.ranks.is_first:
             return
         folder.mkdir(parents=True, exist_ok=True)
         save_file(whole, folder / "optimizer.safetensors")
         state = {"optimizer_steps": self.trainer.optimizer_steps, "schedule": self.schedule.state_dict()}
         (folder / "optimizer.json").write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
-
-    def _whole(self, own: Tensor, what: str) -> Tensor | None:
-        """Return the whole of a flat buffer, of which each rank has the shard `own`, on the first rank; None on
-        others."""
-        gathered = self.ranks.gather_shards(own, self.trainer.shard, self.trained.own.total, what)
-        return self.trained.gather(gathered, what)
 
     def _load_optimizer(self, folder: Path) -> None:
         total = self.trained.whole.total

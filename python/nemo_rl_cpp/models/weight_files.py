@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+FUSED = "model.layers.0.mlp.experts.0.gate_proj.bias"
+"""A parameter that only models with gpt-oss's experts have, whose matrices are fused in checkpoints."""
 EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -225,7 +227,7 @@ def fill_parameters(
             up to eight tensors of each kind."""
     tied = HEAD not in shapes and VALUE_HEAD not in shapes
     missing, wrong, foreign, extra, stood_in = set(shapes), [], [], [], False
-    for given, tensor in split_experts(tensors, is_fused(shapes)):
+    for given, tensor in split_experts(tensors, FUSED in shapes):
         name = _known_name(given, shapes)
         if tied and name == HEAD and EMBEDDING in missing:
             name, stood_in = EMBEDDING, True
@@ -355,12 +357,6 @@ def _values(handle: BinaryIO, entry: TensorEntry) -> Iterator[np.ndarray]:
 _FUSED = re.compile(r"(.*mlp\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
 _WORDS = {"F64": "<u8", "F32": "<u4", "F16": "<u2", "BF16": "<u2"}  # integers, because numbers are only moved
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
-
-def is_fused(shapes: Container[str]) -> bool:
-    """Return whether a model with the parameters `shapes` has gpt-oss's experts, whose matrices are fused in
-    checkpoints."""
-    return "model.layers.0.mlp.experts.0.gate_proj.bias" in shapes
 
 
 def split_experts(

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import log, prod
 from pathlib import Path
 from typing import Self
@@ -19,13 +20,13 @@ from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.nemotron_h import checkpoint_name
 from nemo_rl_cpp.models.weight_files import (
+    FUSED,
     INDEX_FILE,
     LORA_B,
     SINGLE_FILE,
     RawTensor,
     SavedAdapter,
     fill_parameters,
-    is_fused,
     raw_tensors,
     weight_files,
     without_blocks,
@@ -45,6 +46,7 @@ def own_part(spec: C.ParameterSpec, whole: Tensor) -> Tensor:
     return whole.narrow(spec.split, spec.begin, spec.shape[spec.split])
 
 
+@dataclass
 class Slices:
     """The layouts (names, shapes and offsets of parameters) of a model's tensor-parallel slices, and the exchange of
     slices between ranks.
@@ -54,8 +56,9 @@ class Slices:
         layouts: layout of the flat buffers of each tensor-parallel rank.
         whole: layout of the whole model's flat buffer."""
 
-    def __init__(self, ranks: Ranks, layouts: Sequence[C.ParameterLayout], whole: C.ParameterLayout) -> None:
-        self.ranks, self.layouts, self.whole = ranks, layouts, whole
+    ranks: Ranks
+    layouts: Sequence[C.ParameterLayout]
+    whole: C.ParameterLayout
 
     @classmethod
     def of(cls, native: dict[str, Plain], ranks: Ranks) -> Self:
@@ -195,7 +198,7 @@ def save_weights(
     total = sum(t.nbytes for t in tensors.values())
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
-    for name, tensor in joined_experts(tensors) if is_fused(tensors) else tensors.items():
+    for name, tensor in joined_experts(tensors) if FUSED in tensors else tensors.items():
         if shards[-1] and size + tensor.nbytes > max_shard_bytes:
             shards.append({})
             size = 0

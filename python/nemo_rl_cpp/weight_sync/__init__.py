@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Protocol
 
 from nemo_rl_cpp.distributed.launch import rendezvous_store
-from nemo_rl_cpp.distributed.worker_calls import WorkerCall, wait_together
+from nemo_rl_cpp.distributed.worker_calls import wait_together
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy
 from nemo_rl_cpp.models.generation.distributed import DedicatedGeneration
@@ -149,16 +149,13 @@ class CollectiveWeights(SentWeights):
             bucket_bytes=DEFAULT_BUCKET_BYTES if gigabytes is None else max(int(gigabytes * 1e9), 1),
             delta=self._policy.config.refit == "delta",
         )
-        self._together(self._policy.init_collective(meeting), self._generation.init_collective(meeting))
+        self._together("init_collective", "init_collective", meeting)
 
     def _refit(self) -> None:
         if self._store is None:
             self._connect()
         version, began = self._version(), time.perf_counter()
-        ours, theirs = self._together(
-            self._policy.broadcast_weights_for_collective(version),
-            self._generation.update_weights_from_collective(version),
-        )
+        ours, theirs = self._together("broadcast_weights_for_collective", "update_weights_from_collective", version)
         seconds, digest = time.perf_counter() - began, ours[0].digest
         for number, engine in enumerate(theirs):
             if engine.digest != digest:
@@ -173,9 +170,13 @@ class CollectiveWeights(SentWeights):
             "refit/gb_per_s": moved / seconds / 1e9, "refit/version": version, "weights/digest": digest,
         }  # fmt: skip
 
-    def _together(self, trainers: Sequence[WorkerCall], engines: Sequence[WorkerCall]) -> list[list]:
-        ours, theirs = self._policy.cluster.workers, self._generation.cluster.workers
-        return wait_together((ours, trainers), (theirs, engines))
+    def _together(self, ours: str, theirs: str, argument: object) -> list[list]:
+        """Call the method `ours` of trainer rank 0 and `theirs` of all engines at the same time, both with `argument`.
+        Return their results: ([rank 0's], [the engines'])."""
+        trainers, engines = self._policy.group, self._generation.group
+        calls = [trainers.run_single_worker_single_data(ours, 0, argument)]
+        others = engines.run_all_workers_single_data(theirs, argument)
+        return wait_together((trainers.cluster.workers, calls), (engines.cluster.workers, others))
 
 
 def create_weight_synchronizer(

@@ -85,7 +85,7 @@ def asked(tmp_path_factory):
                     for model in run.models.values():
                         assert model.learning_rate > 0  # which only the message about weights that are not finite asks
     finally:
-        forget(LOGGER_BACKENDS.entries, "watched", LoggerConfig, ("watched", "watched_enabled"))
+        forget(LOGGER_BACKENDS.data, "watched", LoggerConfig, ("watched", "watched_enabled"))
     return names
 
 

@@ -29,7 +29,7 @@ class Actor:
 def with_a_module(tmp_path, monkeypatch):
     (tmp_path / "preflight_module.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dotted_names, "_searched", [])
+    monkeypatch.setattr(dotted_names, "searched", [])
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("preflight_module", None)

@@ -184,7 +184,7 @@ def test_strings_and_floats_are_converted_to_integers_and_booleans_as_in_nemo_rl
 
 
 def test_keys_registered_for_each_data_set_are_exactly_its_constructor_arguments():
-    for name, entry in DATASET_REGISTRY.entries.items():
+    for name, entry in DATASET_REGISTRY.data.items():
         accepted: set[str] = set()
         for cls in DATASET_REGISTRY[name].__mro__[:-1]:
             if "__init__" in vars(cls):

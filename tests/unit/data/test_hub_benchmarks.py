@@ -1,10 +1,11 @@
 """NeMo RL's benchmark data sets, the download replaced; data set names; what `data.default` hands on."""
 
 import pytest
-from nemo_rl_cpp.config.data import defaults_for, is_class_name
+from nemo_rl_cpp.config.data import defaults_for
 from nemo_rl_cpp.data.datasets import ListDataset, load_eval_dataset, load_response_dataset
 from nemo_rl_cpp.data.datasets.response_datasets import dataset_class, hub_math
 from nemo_rl_cpp.data.datasets.response_datasets.hub_math import last_boxed
+from nemo_rl_cpp.dotted_names import is_dotted
 
 GPQA = {"Question": "Q", "Correct Answer": "yes", **{f"Incorrect Answer {i}": f"no{i}" for i in (1, 2, 3)}}
 DAPO = {"prompt": [{"role": "user", "content": "Q"}], "reward_model": {"ground_truth": "34"}, "extra": 0}
@@ -85,7 +86,7 @@ def test_last_boxed_returns_the_content_of_the_last_balanced_box():
 
 
 def test_data_set_name_with_a_version_number_is_not_read_as_a_dotted_class_name():
-    assert is_class_name("my_package.sets.Mine") and not is_class_name("NuminaMath-1.5") and not is_class_name("math")
+    assert is_dotted("my_package.sets.Mine") and not is_dotted("NuminaMath-1.5") and not is_dotted("math")
     with pytest.raises(ValueError, match="NuminaMath-1.5"):
         dataset_class("NuminaMath-1.5")
 

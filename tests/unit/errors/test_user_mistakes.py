@@ -189,7 +189,7 @@ def in_a_folder_of_the_user(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(dedent(text).lstrip())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(dotted_names, "_searched", [])
+    monkeypatch.setattr(dotted_names, "searched", [])
     monkeypatch.setattr("nemo_rl_cpp.errors._folder", None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)

@@ -155,18 +155,11 @@ class BaseEngine(GenerationInterface):
     # ---- weights and memory
 
     def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
-        """Do nothing: the engine reads the weights in place."""
+        """Return True without doing anything: the engine reads the weights in place, holds no resources, and begins every
+        `generate` with an empty KV cache."""
         return True
 
-    def finish_generation(self, *args: object, **kwargs: object) -> bool:
-        """Do nothing: the engine holds no resources."""
-        return True
-
-    shutdown = finish_generation
-
-    def invalidate_kv_cache(self) -> bool:
-        """Return True without doing anything: every `generate` begins with an empty KV cache."""
-        return True
+    finish_generation = shutdown = invalidate_kv_cache = prepare_for_generation
 
     def weight_digest(self) -> str:
         """Return the digest of the engine's weights. Raise RuntimeError if the engine was created without `digest`."""

@@ -7,19 +7,18 @@ and its index among the samples of the prompt (`sample_index`), never by the oth
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.distillation import absolute_folder
 from nemo_rl_cpp.config.generation import GenerationConfig
-from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
+from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.distributed.ranks import Ranks, connect, deal, generated_by
-from nemo_rl_cpp.distributed.worker_calls import WorkerCall
 from nemo_rl_cpp.models.generation.base_engine import ResponseBuffer
 from nemo_rl_cpp.models.generation.interfaces import (
     Answer,
@@ -37,8 +36,6 @@ from nemo_rl_cpp.models.generation.native import NativeGeneration, generation_on
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.models.trained_model import DTYPES
 from nemo_rl_cpp.models.weights import buffers, named_views
-
-ModelConfig = TypeVar("ModelConfig", bound=TrainedModelConfig)
 
 
 class EngineHost:
@@ -66,20 +63,21 @@ class EngineHost:
             self._engines.pop(number).shutdown()
 
     def generate_with(
-        self, number: int, prompts: RaggedBatch, greedy: bool, pause: Pause | None = None, on_finished: OnFinished | None = None
+        self, number: int, prompts: RaggedBatch | None, greedy: bool = False, pause: Pause | None = None,
+        on_finished: OnFinished | None = None,
     ) -> Responses | None:  # fmt: skip
         """Return the responses of engine `number` to `prompts`; no responses if there are no prompts. If responses
-        reach the point `pause`, stop there and return None; `resume` continues (`NativeGeneration.generate_until`)."""
+        reach the point `pause`, stop there and return None (`NativeGeneration.generate_until`). `prompts` None: continue
+        the generation that is paused, and return all its responses; None if it is not paused. `on_finished` receives the
+        responses that end meanwhile."""
+        engine = self._engines[number]
+        if prompts is None:
+            return engine.resume(on_finished)
         if prompts.size == 0:
             return ResponseBuffer(0, None).responses()
         if pause is None:
-            return self._engines[number].generate(prompts, greedy=greedy, on_finished=on_finished)
-        return self._engines[number].generate_until(prompts, pause, greedy, on_finished)
-
-    def resume(self, number: int, on_finished: OnFinished | None = None) -> Responses | None:
-        """Continue the generation that engine `number` has paused, and return all its responses; None if it is not
-        paused. `on_finished` receives the responses that end meanwhile."""
-        return self._engines[number].resume(on_finished)
+            return engine.generate(prompts, greedy=greedy, on_finished=on_finished)
+        return engine.generate_until(prompts, pause, greedy, on_finished)
 
     def ask_engine(self, number: int, method: str, *args: object) -> object:
         """Call a method of engine `number` and return its result."""
@@ -196,13 +194,6 @@ def select(batch: RaggedBatch, rows: list[int]) -> RaggedBatch:
     return RaggedBatch(offsets_of(batch.lengths[index]), tokens, samples, pad_token_id=batch.pad_token_id)
 
 
-def for_workers(config: ModelConfig) -> ModelConfig:
-    """Return the configuration section with an absolute model folder, because workers may have another working
-    directory."""
-    path = Path(config.model_name).expanduser()
-    return config.model_copy(update={"model_name": str(path.absolute())}) if path.exists() else config
-
-
 # ---- in workers that only generate
 
 
@@ -233,14 +224,9 @@ class EngineWorker(EngineHost):
     def generate_with(self, *request: object, on_finished: OnFinished | None = None) -> Responses | None:
         """Return the responses as `EngineHost.generate_with` does, with the version of the weights. Raise RuntimeError
         before the first refit."""
-        return self._with_version(super().generate_with(*request, on_finished=on_finished))
-
-    def resume(self, number: int, on_finished: OnFinished | None = None) -> Responses | None:
-        return self._with_version(super().resume(number, on_finished))
-
-    def _with_version(self, responses: Responses | None) -> Responses | None:
         if self.weight_version is None:
             raise RuntimeError("an engine of its own has no weights before the first sync_weights")
+        responses = super().generate_with(*request, on_finished=on_finished)
         if responses is not None:
             responses.weight_version = self.weight_version
         return responses
@@ -275,7 +261,7 @@ class DedicatedGeneration(DistributedGeneration):
             planned."""
 
     def __init__(self, cluster: Cluster, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int) -> None:
-        config = for_workers(config)
+        config = config.model_copy(update={"model_name": absolute_folder(config.model_name)})
         self.cluster = cluster
         self.change: WeightChange | None = None
         self.weight_version: int | None = None
@@ -298,7 +284,7 @@ class DedicatedGeneration(DistributedGeneration):
         if any(part is None for part in parts):
             change.wait()
             change.done = True
-            later = self._of_engines("resume", [(self._number,)] * len(parts), told)
+            later = self._of_engines("generate_with", [(self._number, None)] * len(parts), told)
             parts = [part or rest for part, rest in zip(parts, later, strict=True)]
         for part in parts if change is not None else ():
             positions = torch.arange(len(part.token_ids)) - part.offsets[:-1].repeat_interleave(part.lengths)
@@ -314,16 +300,6 @@ class DedicatedGeneration(DistributedGeneration):
         responses.weight_version = self.weight_version
         self._mean_response = float(responses.lengths.float().mean())
         return responses
-
-    def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
-        """Start connecting all engines to trainer rank 0, for refits (transfers of new weights). Return the pending
-        calls."""
-        return self.group.run_all_workers_single_data("init_collective", meeting)
-
-    def update_weights_from_collective(self, version: int) -> list[WorkerCall]:
-        """Start receiving the weights from trainer rank 0 in all engines. Return the pending calls, whose results are
-        `RefitResult`s."""
-        return self.group.run_all_workers_single_data("update_weights_from_collective", version)
 
     def shutdown(self) -> bool:
         """Shut down the workers' processes. Further calls do nothing."""

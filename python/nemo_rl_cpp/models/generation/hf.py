@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -21,7 +22,7 @@ from nemo_rl_cpp.models.generation.base_engine import (
     StopStrings,
 )
 from nemo_rl_cpp.models.generation.interfaces import OnFinished, Responses
-from nemo_rl_cpp.models.hf.outputs import accepts, quietly
+from nemo_rl_cpp.models.hf.outputs import accepts, quietly, transformers
 
 _SHRINK = 4  # a batch is compacted once a quarter of its rows has ended
 
@@ -126,14 +127,15 @@ class HfGeneration(BaseEngine):
 
     def _draw(self, work: _Work, rows: list[int], logits: Tensor) -> list[int]:
         """Sample the next token of each of the B `rows` from `logits` [B, V], and store its log-probability."""
-        keys = [(work.stream, work.draws[row], work.samples[row], work.length(row)) for row in rows]
+        places = [len(work.prompts[row]) + len(work.tokens[row]) for row in rows]  # positions of the next tokens
+        keys = [(work.stream, work.draws[row], work.samples[row], place) for row, place in zip(rows, places)]
         uniform = torch.tensor([C.random_uniform(self.seed, *key) for key in keys], dtype=torch.float64)
         tokens, logprobs, _ = C.sample_rows(logits.float().cpu().contiguous(), uniform, work.rule)
         tokens = tokens.tolist()
-        for row, token, logprob in zip(rows, tokens, logprobs.tolist()):
+        for row, place, token, logprob in zip(rows, places, tokens, logprobs.tolist()):
             if token < 0:
                 raise RuntimeError(
-                    f"the model's logits are not finite for draw {work.draws[row]}, sample {work.samples[row]} at position {work.length(row)}"
+                    f"the model's logits are not finite for draw {work.draws[row]}, sample {work.samples[row]} at position {place}"
                 )
             work.logprobs[row].append(logprob)
         return tokens
@@ -152,11 +154,6 @@ class _Work(ResponseBuffer):
         self.stream, self.rule, self.ends = STREAMS[asked.stream], rule, ends
         self._stops = [StopStrings(stops, token_bytes) for stops in asked.stops]
 
-    def length(self, row: int) -> int:
-        """Return the number of tokens of a row's prompt and response so far, which is the position of its next
-        token."""
-        return len(self.prompts[row]) + len(self.tokens[row])
-
     def append(self, row: int, token: int) -> bool:
         """Append a token to the response of a row; return whether the response has ended."""
         self.tokens[row].append(token)
@@ -171,16 +168,14 @@ def _device(module: nn.Module) -> torch.device:
 
 def _cache(module: nn.Module) -> object | None:
     """Return an empty KV cache for the module; None if it has none, or if its cache holds other states."""
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
     if accepts(module, "cache", "past_key_values") is None:
         return None
     try:
-        cache = DynamicCache(config=module.config)
+        cache = transformers().DynamicCache(config=module.config)
     except (TypeError, ValueError, AttributeError, KeyError):
         return None
-    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    kinds = transformers().cache_utils
+    plain = all(type(layer) in (kinds.DynamicLayer, kinds.DynamicSlidingWindowLayer) for layer in cache.layers)
     return cache if plain and not getattr(module, "_is_stateful", False) else None
 
 
@@ -232,12 +227,12 @@ class CachedDecoder:
         return self._module(**inputs).logits[:, -1]
 
 
+@dataclass
 class WholeTextDecoder:
     """A decoder without a KV cache. Each step recomputes the whole sequences, padded on the right, which is slow but
     correct for any causal model."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    _module: nn.Module
 
     def begin(self, prompts: list[Tensor], index: Tensor) -> Tensor:
         self._texts = [prompts[i] for i in index.tolist()]

@@ -38,7 +38,11 @@ class NativeGeneration(BaseEngine):
 
     Args:
         runner: runs the model; `native_runner(model, config)` reads the trainer's weights in place.
-        config, tokenizer, options: see `BaseEngine`."""
+        config, tokenizer, options: see `BaseEngine`.
+
+    Attributes:
+        agree: returns the minimum of a number over the tensor-parallel ranks of one model, which must schedule the same
+            steps and so use the same KV-cache limit; None: there is one rank."""
 
     def __init__(
         self,
@@ -50,7 +54,7 @@ class NativeGeneration(BaseEngine):
         super().__init__(config, tokenizer, **options)
         self._runner = runner
         self._vocab_size = runner.vocab_size()
-        self._agree: Callable[[int], int] | None = None
+        self.agree: Callable[[int], int] | None = None
         self._knows_bytes = False
         self._engine = C.Engine(
             runner,
@@ -59,7 +63,7 @@ class NativeGeneration(BaseEngine):
             max_model_len=self.max_model_len,
         )
         self.sampling_rule(greedy=False, stream="train")  # reports bad values now rather than at the first step
-        self._limit_cache()
+        self.prepare_for_generation()
 
     def _respond(
         self, asked: GenerationRequest, on_finished: OnFinished | None, pause: Pause | None = None
@@ -100,8 +104,10 @@ class NativeGeneration(BaseEngine):
     # ---- memory, weights and metrics
 
     def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
-        """Limit the KV cache to the memory that is free now. The cache is allocated with the first batch."""
-        self._limit_cache()
+        """Limit the KV cache to the memory that is free now, and to `agree` of it. The engine allocates only what its
+        requests need, with the first batch."""
+        limit = self.cache_bytes_now()
+        self._engine.set_max_cache_bytes(limit if self.agree is None else self.agree(limit))
         return True
 
     def finish_generation(self, *args: object, **kwargs: object) -> bool:
@@ -110,17 +116,6 @@ class NativeGeneration(BaseEngine):
         return True
 
     shutdown = finish_generation
-
-    def plan_with_peers(self, least: Callable[[int], int]) -> None:
-        """Use the same KV-cache limit on all tensor-parallel ranks of one model, because they must schedule the same
-        steps. `least` returns the minimum of a number over these ranks; all of them must call this method."""
-        self._agree = least
-        self._limit_cache()
-
-    def _limit_cache(self) -> None:
-        """Set the KV-cache limit. The engine allocates only what its requests need."""
-        limit = self.cache_bytes_now()
-        self._engine.set_max_cache_bytes(limit if self._agree is None else self._agree(limit))
 
     def cache_bytes_now(self) -> int:
         """Return the maximum size of the KV cache in bytes, given the memory that is free now."""

@@ -165,7 +165,7 @@ class ShardedModel:
     masters_dtype, device = torch.float32, "cpu"
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, trainable: bool, ranks: Ranks) -> None:
-        self.module, self._dtype, self.trainable, self._ranks = module, dtype, trainable, ranks
+        self.module, self._dtype, self.trainable, self.ranks = module, dtype, trainable, ranks
         self.whole = FlatLayout.of((name, list(p.shape), -1) for name, p in module.named_parameters())
         self.layouts = [_rows_of(self.whole, rank, ranks.size) for rank in range(ranks.size)]
         self.flat_layout = self.layouts[ranks.rank]

@@ -49,8 +49,7 @@ def transformers() -> ModuleType:
 def quietly() -> Iterator[None]:
     """Silence transformers' progress bars and notices inside the context; this package prints what users need to
     know."""
-    from transformers.utils import logging
-
+    logging = transformers().utils.logging
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +33,6 @@ from nemo_rl_cpp.models.hf_config import TINY_CONFIG, read_config_file
 from nemo_rl_cpp.models.lm_value import Value
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
-from nemo_rl_cpp.models.policy.train_step import Exactness
 from nemo_rl_cpp.models.trained_model import DTYPES, TrainedModel
 from nemo_rl_cpp.models.weight_files import INDEX_FILE
 from nemo_rl_cpp.models.weights import Slices, remove_weights
@@ -300,13 +298,10 @@ class HfTrainedModel(TrainedModel):
         layout = self.model.flat_layout
         return Slices(self.ranks, [layout], layout)
 
-    def _load(self, folder: HfFolder, *, trainable: bool) -> FlatModel | ShardedModel:
-        return self._model_of(folder.build(), trainable)
-
-    def _load_from(self, weights_path: str | Path) -> FlatModel | ShardedModel:
-        return self._model_of(self.folder.build(Path(weights_path)), True)
-
-    def _model_of(self, module: nn.Module, trainable: bool) -> FlatModel | ShardedModel:
+    def _load(
+        self, folder: HfFolder, *, trainable: bool, weights: str | Path | None = None
+    ) -> FlatModel | ShardedModel:
+        module = folder.build(None if weights is None else Path(weights))
         routers = tuple(f"{name}.weight" for name in ("router", "router.layer", "mlp.gate", "block_sparse_moe.gate"))
         for name, parameter in module.named_parameters() if self.config.freezes_routers else ():
             if name.endswith(routers):
@@ -326,18 +321,8 @@ class HfTrainedModel(TrainedModel):
                 "are padded instead", file=sys.stderr, flush=True,
             )  # fmt: skip
         chunk = self.config.logprob_chunk_size if isinstance(self.config, PolicyConfig) else None
-        if isinstance(model, ShardedModel):
-            return ShardedTrainer(model, self._packed, self.ranks, chunk, self._moment_dtypes())
-        return HfTrainer(model, self._packed, chunk, self._moment_dtypes())
-
-    def _together(self, trainer: HfTrainer) -> AbstractContextManager[None]:
-        return trainer.together() if isinstance(trainer, ShardedTrainer) else nullcontext()
-
-    def first_state_dict(self) -> dict[str, Tensor]:
-        return self.state_dict()  # of a sharded model only the first rank returns tensors
-
-    def _whole(self, own: Tensor, what: str) -> Tensor | None:
-        return self.slices.gather(own, what)  # in one process the result is `own` itself
+        trainer = ShardedTrainer if isinstance(model, ShardedModel) else HfTrainer
+        return trainer(model, self._packed, chunk, self._moment_dtypes())
 
     def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice) -> None:
         own = self.slices.take(saved[:])
@@ -386,14 +371,6 @@ class HfPolicy(HfTrainedModel, Policy):
     Generation and training agree only up to rounding. So each batch is scored before training on it, and the mismatch
     metrics report the difference."""
 
-    skips_prev_logprobs = False  # generation's log-probabilities are not bit-identical to those of training
-
-    def _compare_whole_pass_now_and_then(self) -> None:
-        """Do nothing: generation keeps no activations."""
-
-    def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
-        pass
-
     def create_generation(
         self, generation_config: EvalGenerationConfig | None = None, **options: object
     ) -> HfGeneration:
@@ -403,10 +380,6 @@ class HfPolicy(HfTrainedModel, Policy):
         options.setdefault("memory_share", 1 / self.ranks.size)
         options.setdefault("end_token_ids", end_token_ids(self.folder.path, self.folder.raw, self.tokenizer))
         return HfGeneration(self.model.module, config, self.tokenizer, digest=self.weight_digest, **options)
-
-    def performance(self) -> dict[str, float]:
-        """Return the metric `zero_gradient_share`, the share of tokens without a backward pass in the last `train`."""
-        return {"zero_gradient_share": self.zero_gradient_share}
 
 
 class HfPolicyWorker(HfPolicy, EngineHost):

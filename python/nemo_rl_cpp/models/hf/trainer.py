@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.distributed.ranks import OtherRankFailedError, Ranks
+from nemo_rl_cpp.distributed.ranks import OtherRankFailedError
 from nemo_rl_cpp.models.hf.flat_model import FlatModel, ShardedModel
 from nemo_rl_cpp.models.hf.outputs import ModelRows, Outputs, ValueNet, outputs_of, quietly
 from nemo_rl_cpp.models.policy.micro_batches import RowBatch
@@ -113,10 +114,6 @@ class HfTrainer:
         for layer in self._recomputing:
             layer.gradient_checkpointing = layer.training = wanted
 
-    def takes_token_loss(self, temperature: float, top_p: float, top_k: int) -> bool:
-        """Return False: losses are not fused into the LM head; they compute gradients for whole micro-batches."""
-        return False
-
     def backward(self, d_out: Tensor, d_unfiltered: Tensor | None = None, d_entropy: None = None) -> None:
         """Run the backward pass of the last `forward`, and add the weights' gradients to the accumulated ones. `d_out`
         [T] and `d_unfiltered` [T] are the gradients of its outputs. `d_entropy` is None: only the native core supports
@@ -211,17 +208,6 @@ class ShardedTrainer(HfTrainer):
 
     model: ShardedModel
 
-    def __init__(
-        self,
-        model: ShardedModel | FlatModel,
-        packed: bool,
-        ranks: Ranks,
-        chunk: int | None = None,
-        moments: MomentDtypes = (None, None),
-    ) -> None:
-        super().__init__(model, packed, chunk, moments)
-        self._ranks = ranks
-
     @contextmanager
     def together(self) -> Iterator[None]:
         """Return a context for a loop over this rank's micro-batches. The context ends once all ranks have finished
@@ -237,8 +223,8 @@ class ShardedTrainer(HfTrainer):
 
     def _say(self, wish: NextCollective) -> list[int]:
         """Tell all ranks the next pass of this rank, `wish`, and return the next passes of all ranks."""
-        every = torch.empty(self._ranks.size, 1, dtype=torch.int64)
-        self._ranks.communicator.all_gather(every, torch.tensor([int(wish)]), phase="agreeing on the next pass")
+        every = torch.empty(self.model.ranks.size, 1, dtype=torch.int64)
+        self.model.ranks.communicator.all_gather(every, torch.tensor([int(wish)]), phase="agreeing on the next pass")
         return every.flatten().tolist()
 
     def _agree(self, wish: NextCollective) -> None:
@@ -246,7 +232,7 @@ class ShardedTrainer(HfTrainer):
         while True:
             first = NextCollective(max(self._say(wish)))
             if first == NextCollective.FAIL:
-                raise OtherRankFailedError(f"rank {self._ranks.rank} stopped: another rank failed")
+                raise OtherRankFailedError(f"rank {self.model.ranks.rank} stopped: another rank failed")
             if first == wish:
                 return
             if first == NextCollective.BACKWARD:
@@ -269,11 +255,9 @@ class ShardedTrainer(HfTrainer):
         self._kept = None
         self.model.forget()
 
-    @property
-    def grads(self) -> Tensor:
-        """Return a copy of the accumulated gradients of the parameter rows that this rank holds, float32 [n], n
-        elements in the layout of its flat buffers."""
-        return self.model.grads
+    grads = property(attrgetter("model.grads"))
+    """A copy of the accumulated gradients of the parameter rows that this rank holds, float32 [n], n elements in the
+    layout of its flat buffers."""
 
     def _squares(self, grads: Tensor) -> float:
-        return self._ranks.sum(super()._squares(grads))
+        return self.model.ranks.sum(super()._squares(grads))

@@ -55,7 +55,6 @@ class Policy(TrainedModel, PolicyInterface):
             self.reference = self._load(self.folder, trainable=False) if self.lora is None else self.model.base()
         keys = {name: key for key, name in teachers.items()}  # each model is loaded once, even if several keys name it
         self.teachers = {name: self._teacher(name, key) for name, key in keys.items()}
-        self._exact = config.reuse_generation_logprobs != "never"
         self.reused_forward_share = self.zero_gradient_share = 0.0
         self._steps_since_comparison = 0  # training steps since generation was last compared with a full forward pass
         if self.device != "cpu" and config.kept_activations_gb:
@@ -74,8 +73,9 @@ class Policy(TrainedModel, PolicyInterface):
     @property
     def skips_prev_logprobs(self) -> bool:
         """Return whether training takes the log-probabilities from generation as those of the old policy
-        (reuse_generation_logprobs), without a separate pass."""
-        return self._exact
+        (reuse_generation_logprobs), without a separate pass. On transformers it does not, because generation is not
+        bit-identical to training."""
+        return self.config.backend != "hf" and self.config.reuse_generation_logprobs != "never"
 
     # ---- log-probabilities ------------------------------------------------------------------------------------------
 
@@ -150,7 +150,8 @@ class Policy(TrainedModel, PolicyInterface):
         way = self._runner(loss_fn, mbs, self.scoring)
         on_policy = "prev_logprobs" not in batch.tokens
         exactness = Exactness() if on_policy and "generation_logprobs" in batch.tokens else None
-        if exactness is not None:
+        keeps = exactness is not None and self.config.backend != "hf"  # transformers' generation keeps no activations
+        if keeps:
             self._compare_whole_pass_now_and_then()
 
         def after_first(result: GlobalBatchResult) -> None:
@@ -158,7 +159,7 @@ class Policy(TrainedModel, PolicyInterface):
                 whole = gbs == batch.size
                 prev = self.ranks.whole(result.outputs) if whole else self._old_logprobs(batch, exactness, gbs)
                 batch.tokens["prev_logprobs"] = prev
-            if exactness is not None:
+            if keeps:
                 self._keep_activations(exactness, tokens=result.packed_tokens * (batch.size // gbs))
 
         reused_before, first = self.trainer.reused_tokens, {"on_policy": on_policy, "exactness": exactness}
@@ -209,13 +210,15 @@ class Policy(TrainedModel, PolicyInterface):
             self.model, self.folder, self.config, self.tokenizer, self.weight_digest, generation_config, **options
         )
         if self.ranks.tensor_size > 1:
-            engine.plan_with_peers(self.ranks.tensor_least)
+            engine.agree = self.ranks.tensor_least
+            engine.prepare_for_generation()
         return engine
 
     def performance(self) -> dict[str, float]:
-        """Return `reused_forward_share` and `zero_gradient_share` of the last `train`. `reused_forward_share` is 0 in
+        """Return `zero_gradient_share` of the last `train`, and on the native core `reused_forward_share`, which is 0 in
         the first step of a process, even of a resumed run: it describes how a step ran, not its result."""
-        return {"reused_forward_share": self.reused_forward_share, "zero_gradient_share": self.zero_gradient_share}
+        reused = {} if self.config.backend == "hf" else {"reused_forward_share": self.reused_forward_share}
+        return reused | {"zero_gradient_share": self.zero_gradient_share}
 
 
 @dataclass

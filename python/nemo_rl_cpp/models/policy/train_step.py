@@ -4,7 +4,8 @@ optimizer step."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -186,7 +187,7 @@ class MicroBatchRunner:
             # the gradient sum starts during the last backward pass of each block (sharded) or of the last block
             adds = guard.sums.beside and (guard.sums.sharded or number + 1 == len(batch.blocks))
             with_gradient = [rows for rows in micro_batches if adds and not batch.is_apart(rows)]
-            with guard:
+            with guard.holding():
                 for rows in micro_batches if guard.failed is None else []:
                     if with_gradient and rows is with_gradient[-1]:
                         self.trainer.begin_sum()
@@ -236,13 +237,14 @@ class MicroBatchRunner:
         result.metrics.append(metrics)
 
 
+@dataclass
 class _RankGuard:
-    """A context that keeps an error of this rank until the others, which wait for this rank's part of each gradient
+    """The context `holding` keeps an error of this rank until the others, which wait for this rank's part of each gradient
     sum, have finished the global batch. `raise_failure` then raises it. A single process raises it at once."""
 
-    def __init__(self, runner: MicroBatchRunner, sums: GradientSums) -> None:
-        self.runner, self.sums = runner, sums
-        self.failed: Exception | None = None
+    runner: MicroBatchRunner
+    sums: GradientSums
+    failed: Exception | None = None
 
     def planned(self, options: tuple[object, ...]) -> _GlobalBatch:
         """Return `_GlobalBatch(runner, *options)`. If no rank has failed, also send the activations kept from
@@ -261,14 +263,14 @@ class _RankGuard:
         self.raise_failure()
         return batch
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if self.sums.beside and isinstance(error, Exception):
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not self.sums.beside:
+                raise
             self.failed = error
-            return True
-        return False
 
     def raise_failure(self) -> None:
         if self.failed is not None:
@@ -362,9 +364,8 @@ def fused_token_loss(
     """Return the loss that the LM head evaluates while it holds a token's logits, so that they are computed only once.
     Return None if the loss is a plain callable or depends on whole sequences, or if the head does not support it."""
     sampling = scoring.temperature, scoring.top_p, scoring.top_k
-    if not hasattr(loss_fn, "token_loss") or not trainer.takes_token_loss(*sampling):
-        return None
-    return loss_fn.token_loss(data, counts)
+    fuses = hasattr(loss_fn, "token_loss") and hasattr(trainer, "takes_token_loss")
+    return loss_fn.token_loss(data, counts) if fuses and trainer.takes_token_loss(*sampling) else None
 
 
 def without_removed_tokens(logprobs: Tensor) -> tuple[Tensor, int]:

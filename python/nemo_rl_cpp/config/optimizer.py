@@ -97,11 +97,13 @@ class SchedulerStage(Section):
                 raise ValueError(f"kwargs.{name} is unknown; {short} takes {', '.join(defaults)}")
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ValueError(f"kwargs.{name} must be a number, not {value!r}")
+            above_0 = name in ("start_factor", "T_max")
+            if value < 0 or (above_0 and value == 0) or (name.endswith("factor") and value > 1):
+                bounds = f"{'greater than' if above_0 else 'at least'} 0{' and at most 1' * name.endswith('factor')}"
+                raise ValueError(f"kwargs.{name} must be {bounds}, not {value:g}")
         missing = [name for name, default in defaults.items() if default is None and name not in self.kwargs]
         if missing:
             raise ValueError(f"needs kwargs.{missing[0]}")
-        if self.kwargs.get("T_max", 1) <= 0:
-            raise ValueError(f"kwargs.T_max must be greater than 0 (steps until eta_min), not {self.kwargs['T_max']}")
         return self
 
 

@@ -164,6 +164,8 @@ BAD_FILES = {
     "no optimizer": ("policy:\n  model_name: m\n  optimizer: null", "policy.optimizer", 3, ["is null", "give an optimizer"]),
     "scheduler name": ("policy:\n  model_name: m\n  scheduler: [{name: StepLR}]", "policy.scheduler.0", 3, ["LinearLR", "'StepLR'"]),
     "cosine without steps": ("policy:\n  model_name: m\n  scheduler: [{name: CosineAnnealingLR, kwargs: {T_max: 0}}]", "policy.scheduler.0", 3, ["T_max must be greater than 0"]),
+    "factor of a schedule": ("policy:\n  model_name: m\n  scheduler: [{name: LinearLR, kwargs: {start_factor: 2}}]", "policy.scheduler.0", 3, ["kwargs.start_factor must be greater than 0 and at most 1, not 2"]),
+    "steps of a schedule": ("policy:\n  model_name: m\n  scheduler: [{name: ConstantLR, kwargs: {total_iters: -5}}]", "policy.scheduler.0", 3, ["kwargs.total_iters must be at least 0, not -5"]),
     "milestones": ("policy:\n  model_name: m\n  scheduler: [{name: LinearLR}, {name: ConstantLR}]", "policy.scheduler", 3, ["need 1 milestones"]),
     "multiplier without dynamic sampling": ("grpo:\n  batch_multiplier: 3", "grpo.batch_multiplier", 2, ["use_dynamic_sampling to true"]),
     "keep surplus without dynamic sampling": ("grpo:\n  dynamic_sampling_keep_surplus: true", "grpo.dynamic_sampling_keep_surplus", 2, ["use_dynamic_sampling: true"]),

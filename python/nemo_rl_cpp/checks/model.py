@@ -14,7 +14,7 @@ from nemo_rl_cpp.config.cluster import trainers_of
 from nemo_rl_cpp.config.fold import fold_text
 from nemo_rl_cpp.config.lora import MAMBA_OUTPUT, LayerKinds, adapted_modules, nothing_adapted
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
-from nemo_rl_cpp.config.policy import TrainedModelConfig
+from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
 from nemo_rl_cpp.config.rules_model import balance_wanted
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS as TINY_TOKENS
 from nemo_rl_cpp.data.tokenizer import Tokenizer
@@ -73,6 +73,10 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 def _check_use(use: _Use) -> Iterator[Finding]:
     folder = yield from (_check_hf if use.backend == "hf" else _check_model)(use)
+    stops = use.trained.generation.stop_token_ids if isinstance(use.trained, PolicyConfig) else None
+    if stops and folder is not None and max(stops) >= (size := folder.config["vocab_size"]):
+        text = f"has {max(stops)}, but {use.key} {use.name} has a vocabulary of {size}: give ids of that model, or null"
+        yield Finding("error", "policy.generation.stop_token_ids", text)
     if not use.value_head:  # a critic's tokenizer is never used
         yield from _check_tokenizer(use, folder)
 

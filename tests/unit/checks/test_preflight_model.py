@@ -249,6 +249,13 @@ def test_preflight_reports_the_name_of_a_tokenizer_that_does_not_exist(name, wor
     assert finding.level == "error" and str(finding).startswith("policy.tokenizer.name is") and words in str(finding)
 
 
+def test_preflight_reports_stop_tokens_beyond_the_vocabulary():
+    (finding,) = check(load_grpo_config("grpo_tiny.yaml", ["policy.generation.stop_token_ids=[1, 151645]"]))
+    said = "policy.generation.stop_token_ids has 151645, but policy.model_name tiny-random has a vocabulary of 16"
+    assert finding.level == "error" and str(finding).startswith(said)
+    assert list(check(load_grpo_config("grpo_tiny.yaml", ["policy.generation.stop_token_ids=[15]"]))) == []
+
+
 def test_error_for_a_run_folder_as_model_name_suggests_the_weights_folder_inside_it(model, tmp_path):
     weights = tmp_path / "run/step_2/policy/weights"
     weights.parent.mkdir(parents=True)

@@ -29,10 +29,10 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
     def __init__(self, cfg: LoggerConfig | Mapping[str, object]) -> None:
         """Create the folder and the backends. Raise ValueError for an unknown key or a missing tracker."""
         if isinstance(cfg, Mapping):
-            cfg = {"log_dir": "", "monitor_gpus": False} | cfg
+            cfg = {"monitor_gpus": False} | cfg
         section = as_model(cfg, LoggerConfig, "logger")
-        if not section.log_dir:
-            raise ValueError("logger.log_dir is empty: give the folder for the logs of the run")
+        if isinstance(cfg, Mapping) and "log_dir" not in cfg:
+            raise ValueError("logger.log_dir is missing: give the folder for the logs of the run")
         self.base_log_dir = str(section.log_dir)
         self.log_dir = Path(section.log_dir).absolute()  # the user's code may change the working directory
         self.log_dir.mkdir(parents=True, exist_ok=True)

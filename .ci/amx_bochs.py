@@ -48,6 +48,8 @@ CORRECTIONS = [
         r"(\n *if \(format & feature_mask\)\s*offset \+= xsave_restore\[feature\]\.len;)\s*\}",
         r"\n      }\1",
     ),
+    # two registers of floats become one of bfloat16: its upper half is the first of them
+    ("avx/avx512_bf16.cc", r"(bfloat16\(op1\.vmm32u\(n)(\)\);\s*if)", r"\1 - DWORD_ELEMENTS(len)\2"),
     # how many products of tiles were computed is said at the end
     ("avx/amx.cc", r"void [^\n]*BX_CPU_C::TDPBF16PS[^{]*\{", r"Bit64u tile_products = 0;\n\g<0> ++tile_products;"),
     (

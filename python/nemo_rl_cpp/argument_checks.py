@@ -28,7 +28,9 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: f
     """Return "did you mean NAME?" for the known names that have all words of `name`, or else for the one that is spelt
     most similarly, or `otherwise` if there is none. `cutoff`, from 0 to 1, is the lowest difflib ratio of similar
     spellings (see `nearest`)."""
-    near = having_words(name, known := list(known)) or list(filter(None, [nearest(name, known, cutoff)]))
+    near = having_words(name, known := list(known))
+    if not near and (similar := nearest(name, known, cutoff)):
+        near = [similar]
     return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 

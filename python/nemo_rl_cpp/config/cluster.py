@@ -75,6 +75,11 @@ class ClusterConfig(Section):
     """Timeout in seconds of a message between workers, including the wait for a slower one. With executor ray also the
     timeout of a call to an environment."""
 
+    def note_beside_training(self) -> None:
+        """Record that rollouts overlap with training. The executor `auto` then starts two processes: one trains, one
+        generates."""
+        self._beside_training = True
+
     @property
     def is_split(self) -> bool:
         """Whether the executor `auto` starts two processes, one that trains and one that generates."""

@@ -177,7 +177,7 @@ class TrainMasterConfig(MasterConfig):
         if isinstance(gym, dict) and flags is not None:
             gym.setdefault("should_mask_flagged_samples", flags)
         if self.loop.beside_training.enabled and not self.policy.generation.colocated.enabled:
-            self.cluster._beside_training = True  # the executor `auto` then starts two processes
+            self.cluster.note_beside_training()
         row = exactness_of(self.policy)
         self.loss_fn.fill_correction(row is not None and not row.equal)
         if self.loss_fn.loss_agg_mode == "seq-mean-token-sum-norm":

@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None, command: str | None = None, **option
         else:
             if argv is None and command is None:
                 sys.argv[0] = f"nemo-rl-cpp {name}"  # the program's name in argparse's messages
+            if name not in ("train", "eval"):  # these find mistakes before they start; later errors are of the run
+                outcome.mistakes = (ValueError,)
             place, _, function = COMMANDS[name][0].partition(":")
             run = getattr(import_module(f"nemo_rl_cpp.commands.{place}"), function)
             outcome.status = run(words if command else words[1:], **options)

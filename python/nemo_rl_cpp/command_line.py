@@ -36,14 +36,17 @@ class Outcome:
     """A holder of a command's exit status, which the context manager `program` sets."""
 
     status = 0
+    mistakes: tuple[type[Exception], ...] = ()
+    """The exceptions that mean a mistake in the command line. Their traceback is not saved."""
 
 
 @contextmanager
 def program(debug: bool = False) -> Iterator[Outcome]:
     """Run the body of a command line. Turn an exception or a signal into an exit `status` and one sentence on stderr.
 
-    The status is 1 for an exception (`debug` also prints its traceback), 130 for Ctrl-C, 128 + the signal's number for
-    another signal, and 141 (SIGPIPE) if the reader of the output has closed the pipe."""
+    The status is 2 for an exception that is one of `mistakes` of the outcome, and 1 for any other, unless its class has
+    an attribute `exit_status`. `debug` also prints the traceback. The status is 130 for Ctrl-C, 128 + the signal's
+    number for another signal, and 141 (SIGPIPE) if the reader of the output has closed the pipe."""
     outcome = Outcome()
     with startup(), _plain_warnings():
         try:
@@ -66,8 +69,8 @@ def program(debug: bool = False) -> Iterator[Outcome]:
                     os.dup2(nowhere.fileno(), sys.stdout.fileno())
                 outcome.status = 128 + signal.SIGPIPE
                 return
-            report(error, debug)
-            outcome.status = 1
+            outcome.status = getattr(error, "exit_status", 2 if isinstance(error, outcome.mistakes) else 1)
+            report(error, debug, saves=outcome.status == 1)
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:

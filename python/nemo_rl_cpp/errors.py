@@ -319,11 +319,11 @@ def save_traceback(error: BaseException) -> Path | None:
     return None
 
 
-def report(error: BaseException, debug: bool = False) -> None:
-    """Print to stderr the exception's sentence and the name of the file with its traceback; with `debug`, print the
-    traceback first."""
+def report(error: BaseException, debug: bool = False, saves: bool = True) -> None:
+    """Print to stderr the exception's sentence and, if `saves`, the name of the file with its traceback; with `debug`,
+    print the traceback first."""
     if debug:
         traceback.print_exception(error)
-    sentence, path = one_sentence(error), save_traceback(error)
+    sentence, path = one_sentence(error), save_traceback(error) if saves else None
     details = f" (details: {short_path(path)})" if path is not None else ""
     print(f"error: {sentence}{details}", file=sys.stderr, flush=True)

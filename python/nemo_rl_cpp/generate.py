@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_cpp._torch_version import check_torch_version
 from nemo_rl_cpp.argument_checks import LARGEST, SMALLEST, in_a_line, model_name, number, stop_texts, whole_number
@@ -26,6 +27,24 @@ from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_mo
 from nemo_rl_cpp.models.hf_config import max_positions
 from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder
 from nemo_rl_cpp.models.weight_files import RawTensor, fill_parameters, raw_tensors, weight_files, without_blocks
+
+
+def sampling(
+    max_new_tokens: int, temperature: float, top_p: float, seed: int, top_k: int | None = None, greedy: bool = False,
+    stop_strings: str | Sequence[str] | None = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Return the settings of `TextGenerator.generate` as the native engine takes them. Raise ValueError for an invalid
+    one."""
+    temperature = number("temperature", temperature, SMALLEST, LARGEST, zero_is="for greedy decoding")
+    return {
+        "max_new_tokens": whole_number("max_new_tokens", max_new_tokens, 1),
+        "temperature": temperature or 1.0,
+        "top_p": number("top_p", top_p, SMALLEST, 1),
+        "top_k": 0 if top_k is None else max(whole_number("top_k", top_k, -1), 0),
+        "greedy": greedy or temperature == 0,
+        "seed": whole_number("seed", seed, 0, 2**32 - 1),
+        "stop_strings": stop_texts(stop_strings),
+    }
 
 
 @dataclass(frozen=True)
@@ -112,20 +131,13 @@ class TextGenerator:
         transformers. The text ends at a stop token, after a stop string, after `max_new_tokens`, or at the model's last
         position. Raise ValueError for invalid arguments."""
         prompt = prompt_of(prompt, "the prompt", may_be_empty=True)
-        max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1)
-        temperature = number("temperature", temperature, SMALLEST, LARGEST, zero_is="for greedy decoding")
-        top_p = number("top_p", top_p, SMALLEST, 1)
-        top_k = 0 if top_k is None else max(whole_number("top_k", top_k, -1), 0)
-        seed = whole_number("seed", seed, 0, 2**32 - 1)
-        stop_strings = stop_texts(stop_strings)
-        if temperature == 0:
-            greedy, temperature = True, 1.0
+        rule = sampling(max_new_tokens, temperature, top_p, seed, top_k, greedy, stop_strings)
         ids = self._encode(prompt)
         if not ids:
             raise ValueError("the prompt is empty: give at least one character")
         if self.max_length and len(ids) >= self.max_length:
             raise ValueError(f"the prompt has {len(ids)} tokens, but the model {self.max_length} positions: shorten it")
-        if stop_strings and not self._knows_bytes:
+        if rule["stop_strings"] and not self._knows_bytes:
             self._model.set_token_bytes(token_bytes_table(self.tokenizer, self._vocab_size))
             self._knows_bytes = True
         stream, tokens, pieces = TextStream(self.tokenizer, ids), [], []
@@ -140,10 +152,7 @@ class TextGenerator:
             tokens.append(token)
             give(stream.push((token,)))
 
-        reason = self._model.generate(
-            ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k or 0, greedy=greedy, seed=seed,
-            stop_token_ids=self._end_token_ids, stop_strings=list(stop_strings), on_token=on_token,
-        )  # fmt: skip
+        reason = self._model.generate(ids, **rule, stop_token_ids=self._end_token_ids, on_token=on_token)
         give(stream.push((), last=True))
         return GeneratedText("".join(pieces), tokens, reason)
 

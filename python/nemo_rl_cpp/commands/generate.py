@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from nemo_rl_cpp.command_line import add_engine_options, add_model_option, command_parser
-from nemo_rl_cpp.generate import GeneratedText, TextGenerator
+from nemo_rl_cpp.generate import GeneratedText, TextGenerator, sampling
 
 _EXAMPLES = """examples:
   nemo-rl-cpp generate --model results/grpo/step_10 "12 + 30 ="
@@ -43,14 +43,14 @@ def generate(arguments: Sequence[str]) -> int:
 
     if known.system is not None and not known.chat:
         raise ValueError("--system goes with --chat")
+    rule = sampling(  # checked before the model is loaded
+        known.max_new_tokens, known.temperature, known.top_p, known.seed, known.top_k, known.greedy, known.stop
+    )
     prompt = sys.stdin.read() if known.prompt is None else known.prompt
     messages = [{"role": "system", "content": known.system}] if known.system is not None else []
     generator = TextGenerator(known.model, precision=known.precision, num_threads=known.threads)
-    done = generator.generate(
-        [*messages, {"role": "user", "content": prompt}] if known.chat else prompt,
-        max_new_tokens=known.max_new_tokens, temperature=known.temperature, top_p=known.top_p, top_k=known.top_k,
-        greedy=known.greedy, seed=known.seed, stop_strings=known.stop, on_text=show,
-    )  # fmt: skip
+    asked = [*messages, {"role": "user", "content": prompt}] if known.chat else prompt
+    done = generator.generate(asked, **rule, on_text=show)
     print()
     print(f"[{_what_it_took(done, first[0] - start if first else None, time.perf_counter() - start)}]", file=sys.stderr)
     return 0
@@ -83,6 +83,7 @@ def chat(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=42)
     add_engine_options(parser)
     known = parser.parse_args(arguments)
+    sampling(known.max_new_tokens, known.temperature, known.top_p, known.seed)  # checked before the model is loaded
     generator = TextGenerator(known.model, precision=known.precision, num_threads=known.threads)
     if sys.stdin.isatty():
         import readline  # noqa: F401 - lines can be edited, and earlier ones called back

@@ -1,6 +1,5 @@
 """The commands that read log folders: `report` and `compare`."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,12 +24,7 @@ def report(arguments: Sequence[str]) -> int:
     parser = command_parser("report", "Write report.html of a run again from its log folder.", _REPORT_EXAMPLES)
     parser.add_argument("log_dir", help="log folder of a run, or the folder that holds exp_001, exp_002, ...")
     known = parser.parse_args(arguments)
-
-    try:
-        print(write_report(run_folder(Path(known.log_dir))))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    print(write_report(run_folder(Path(known.log_dir))))
     return 0
 
 
@@ -47,12 +41,7 @@ def compare(arguments: Sequence[str]) -> int:
     of_evaluations = any(map(is_evaluation, known.runs))
     if of_evaluations and known.out is not None:
         parser.error("--out writes the page of runs; evaluations are compared in the terminal: omit --out")
-    compared = compare_evaluations if of_evaluations else compare_runs
-    try:
-        comparison = compared(known.runs)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    comparison = (compare_evaluations if of_evaluations else compare_runs)(known.runs)
     comparison.print()
     if known.out is not None:
         known.out.parent.mkdir(parents=True, exist_ok=True)

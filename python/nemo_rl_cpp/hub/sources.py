@@ -44,9 +44,13 @@ TOKENIZER_FILES = [
 class SourceError(ValueError):
     """Raised if a model or data set cannot be loaded; the message is one sentence with the remedy."""
 
+    exit_status = 2  # of a command, which was given a wrong name
+
 
 class HubUnreachableError(SourceError):
-    """Raised if the Hub does not answer and nothing is cached."""
+    """Raised if the Hub does not answer and nothing is cached, or if a download breaks off."""
+
+    exit_status = 1
 
 
 class UnknownOnHubError(SourceError):
@@ -266,7 +270,7 @@ def hub_folder(repo: str, files: Sequence[str], ask_hub: bool = True, key: str =
         except huggingface_hub.errors.GatedRepoError as error:  # of a gated model the metadata are public
             raise _gated(repo, "model") from error
         except Exception as error:  # noqa: BLE001 - network and disk errors differ by version of the library
-            raise SourceError(
+            raise HubUnreachableError(
                 f"the download of the model {repo!r} failed ({type(error).__name__}: {error}); what arrived is "
                 "kept, so start the run again to go on"
             ) from error

@@ -97,7 +97,7 @@ def test_configuration_for_another_algorithm_gives_one_error_that_names_the_righ
 def test_errors_of_an_evaluation_name_its_keys_and_not_those_of_training(capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", "empty")
-    assert run_eval.main(["generation.model_name=nobody/has-this"]) in (1, 2)
+    assert run_eval.main(["generation.model_name=nobody/has-this"]) == 1, "with a network it may succeed"
     shown = capsys.readouterr().err
     assert "generation.model_name" in shown and "policy.model_name" not in shown and "data.train." not in shown
     assert "configs/evals/arithmetic_smollm2.yaml" in shown
@@ -106,10 +106,26 @@ def test_errors_of_an_evaluation_name_its_keys_and_not_those_of_training(capsys,
 def test_errors_of_the_generate_command_name_no_configuration_key(capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", "empty")
-    assert cli.main(["generate", "--model", "./nowhere", "text"]) == 1
+    assert cli.main(["generate", "--model", "./nowhere", "text"]) == 2
     shown = capsys.readouterr().err
     assert "the model is './nowhere'" in shown and "policy." not in shown and shown.count("\n") == 1
-    assert "(details: " in shown and "SourceError" in Path(re.search(r"\(details: (.*)\)", shown)[1]).read_text()
+
+
+def test_commands_exit_with_status_2_for_a_mistake_and_1_for_a_failure(capsys):
+    missing = ["--model", "./nowhere"]
+    for words in (
+        ["generate", *missing, "text"], ["chat", *missing], ["serve", *missing, "--port", "0"],
+        ["export", *missing, "--gguf", "f16", "--out", "model.gguf"], ["report", "nowhere"], ["compare", "a", "b"],
+        ["chat", *missing, "--temperature", "-1"],
+    ):  # fmt: skip
+        assert cli.main(words) == 2, words
+        shown = capsys.readouterr().err
+        assert shown.startswith("error: ") and "details" not in shown and shown.count("\n") == 1
+    assert shown.startswith("error: temperature = -1.0: expected a number"), "found before the model is loaded"
+    with program() as outcome:
+        raise ValueError("step 7 has no prompts")
+    shown = capsys.readouterr().err
+    assert outcome.status == 1 and "ValueError" in Path(re.search(r"\(details: (.*)\)", shown)[1]).read_text()
 
 
 def test_warnings_are_printed_as_one_line_without_file_and_code():

@@ -6,6 +6,7 @@ import re
 import statistics
 
 import pytest
+from nemo_rl_cpp import cli
 from nemo_rl_cpp.commands import reports as command
 from nemo_rl_cpp.config import load_eval_config
 from nemo_rl_cpp.evals.results import compare_evaluations, difference, is_evaluation, prompts_of, save_evaluation_data
@@ -72,7 +73,7 @@ def test_comparing_evaluations_of_different_prompts_or_without_files_is_an_error
         ([first, tmp_path / "nothing"], "nothing is no folder of an evaluation"),
         ([first, first], "is given twice"),
     ):
-        assert command.compare([*map(str, folders)]) == 2 and words in capsys.readouterr().err
+        assert cli.main(["compare", *map(str, folders)]) == 2 and words in capsys.readouterr().err
 
 
 def test_control_characters_in_model_output_are_escaped_in_the_terminal(tmp_path, capsys):

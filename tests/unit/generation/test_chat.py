@@ -82,7 +82,7 @@ def test_chat_template_of_the_training_run_is_used_if_the_model_has_none(tmp_pat
 
 @pytest.mark.parametrize("run", [None, {"chat_template": None}, {"chat_template": "gone.jinja"}])
 def test_missing_chat_template_is_a_one_line_error(tmp_path, capsys, run):
-    assert main(["generate", "--model", str(checkpoint(tmp_path, None, run)), "--chat", "12"]) == 1
+    assert main(["generate", "--model", str(checkpoint(tmp_path, None, run)), "--chat", "12"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "has no chat template" in error and error.count("\n") == 1
 

@@ -151,9 +151,10 @@ def test_generate_command_finds_the_checkpoint_in_a_run_folder(folder, tmp_path,
 ])  # fmt: skip
 def test_generate_reports_user_errors_in_one_line(arguments, message, folder, tmp_path, capsys):
     given = [a.format(tmp=tmp_path, folder=folder) for a in arguments]
-    assert main(["generate", *given]) == 1
+    assert main(["generate", *given]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message.format(tmp=tmp_path) in error and error.count("\n") == 1
+    assert "(details: " not in error
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-38, 1e-6])

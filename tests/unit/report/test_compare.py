@@ -2,6 +2,7 @@ import json
 import re
 
 import pytest
+from nemo_rl_cpp import cli
 from nemo_rl_cpp.commands import reports as command
 from nemo_rl_cpp.report.compare import compare_runs, newcombe, run_folder
 from test_report import check, unpacked
@@ -71,7 +72,7 @@ def test_compare_command_rejects_invalid_folders_with_the_reason(tmp_path, capsy
         ([str(run), str(tmp_path)], "is given twice"),
         ([str(run), str(tmp_path / "nowhere")], "holds no metrics.jsonl"),
     ):
-        assert command.compare(words) == 2 and message in capsys.readouterr().err
+        assert cli.main(["compare", *words]) == 2 and message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.compare([str(run)])
     assert "two log folders or more" in capsys.readouterr().err

@@ -11,6 +11,9 @@ from test_lora_tiny import BF16, EXPERTS, KL, LORA, MAMBA, MIXTURE, ON, RECURREN
 from test_several_processes import BLOCKS, trained
 from test_tensor_parallel import is_exact
 from tiny import workers
+from tiny_layers import LAYERS
+
+FUSED = tiny.shaped(LAYERS["qwen3_next"] | {"model_type": "qwen3_next"})
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
@@ -39,8 +42,8 @@ def test_lora_run_over_a_quantised_base_has_equal_logprobs_and_keeps_the_base(tm
 
 @pytest.mark.parametrize(
     "family",
-    [SOME, RECURRENT, (*MIXTURE, *EXPERTS), (*MAMBA, *EXPERTS)],
-    ids=["attention", "recurrent", "mixture", "mamba"],
+    [SOME, RECURRENT, FUSED, (*MIXTURE, *EXPERTS), (*MAMBA, *EXPERTS)],
+    ids=["attention", "recurrent", "fused", "mixture", "mamba"],
 )
 def test_checkpoint_with_only_the_adapter_of_a_quantised_base_resumes_bit_identically(tmp_path, family):
     more = (*ON, *BF16, *KL, *family, "policy.quantization=q4_0")
@@ -103,8 +106,8 @@ GPT_OSS = tiny.shaped({"model_type": "gpt_oss", "num_local_experts": 3, "num_exp
 
 @pytest.mark.parametrize(
     "family, adapted",
-    [((), ()), (MIXTURE, EXPERTS), (GPT_OSS, EXPERTS), (MAMBA, EXPERTS)],
-    ids=["dense", "mixture", "gpt_oss", "mamba"],
+    [((), ()), (MIXTURE, EXPERTS), (GPT_OSS, EXPERTS), (FUSED, ()), (MAMBA, EXPERTS)],
+    ids=["dense", "mixture", "gpt_oss", "fused", "mamba"],
 )
 def test_generate_command_loads_an_adapter_checkpoint_and_quantises_its_base(tmp_path, family, adapted):
     """The text engine without torch, and the trainer's: the same tokens, which differ from those of the base."""

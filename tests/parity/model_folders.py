@@ -49,6 +49,10 @@ def make_bases(root: Path) -> dict[str, Path]:
             **without(SMALL, "intermediate_size"), **experts, head_dim=16, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16,
             linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"], moe_intermediate_size=24, shared_expert_intermediate_size=40,
         ),
+        "qwen3_next": hf.Qwen3NextConfig(
+            **SMALL, **experts, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+            layer_types=["linear_attention", "full_attention"], moe_intermediate_size=24, shared_expert_intermediate_size=40,
+        ),
         "nemotron_h": hf.NemotronHConfig(
             **without(SMALL, "num_hidden_layers"), head_dim=16, ssm_state_size=16, mamba_num_heads=2, mamba_head_dim=16, n_groups=2,
             time_step_min=1e-9, layers_block_type=layers("M-*M"),
@@ -237,10 +241,11 @@ def _with_images(folder):
 WHOLE = {
     "gemma3 with images": of("gemma3", _with_images),
     "llama": of("llama"), "qwen2": of("qwen2"), "qwen3": of("qwen3"), "tied": of("tied"), "mistral": of("mistral"), "olmo2": of("olmo2"), "gelu": of("gelu"),
-    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "nemotron_h", "nemotron_h_moe", "glm4_moe", "deepseek_v3", "moonlight", "glm4_moe_lite")},
+    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "nemotron_h", "nemotron_h_moe", "glm4_moe", "deepseek_v3", "moonlight", "glm4_moe_lite")},
     "glm4_moe with a layer that predicts more tokens": of("glm4_moe", lambda f: f.tensors(lambda w: w | {"model.layers.2.eh_proj.weight": torch.ones(32, 64)})),
     "deepseek_v3 as released folders have it": of("deepseek_v3", lambda f: f.config(["head_dim", "qk_head_dim"]).format_4({"type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0} | without(YARN, "rope_type"), num_nextn_predict_layers=1, topk_method="noaux_tc")),
     "glm4_moe_lite as released folders have it": of("glm4_moe_lite", lambda f: f.config(["mlp_layer_types", "qk_head_dim"], first_k_dense_replace=1, num_nextn_predict_layers=1, partial_rotary_factor=1.0)),
+    "qwen3_next as released folders have it": of("qwen3_next", lambda f: f.format_4(partial_rotary_factor=0.25).config(["layer_types"], full_attention_interval=2).tensors(lambda w: w | {"mtp.layers.0.mlp.gate.weight": torch.ones(4, 32)})),
     "nemotron_h as released folders have it": of("nemotron_h", lambda f: f.config(["layers_block_type"], hybrid_override_pattern="M-*M", num_hidden_layers=4)),
     "nemotron_h with experts as released folders have it": of("nemotron_h_moe", lambda f: f.config(["layers_block_type"], hybrid_override_pattern="ME*M", num_hidden_layers=4, mtp_hybrid_override_pattern="*E", rope_theta=10000, partial_rotary_factor=1.0).tensors(lambda w: w | {"mtp.layers.0.norm.weight": torch.ones(32)})),
     "nemotron_h, other names of layers": of("nemotron_h", lambda f: f.config(layers_block_type=["mamba", "mlp", "attention", "mamba"], time_step_limit=[0.0, float("inf")])),
@@ -368,6 +373,7 @@ FAULTY = {
     "Mamba heads of 24": ("nemotron_h", lambda f: f.config(mamba_head_dim=24), f"{CONFIG}: ssm_state_size 16 and mamba_head_dim 24 are not supported"),
     "time step limits in reverse": ("nemotron_h", lambda f: f.config(time_step_limit=[1.0, 0.5]), rf"{CONFIG}: time_step_limit is \[1.0, 0.5\]"),
     "gated MLP in nemotron_h": ("nemotron_h", lambda f: f.config(mlp_hidden_act="silu"), f"{CONFIG}: mlp_hidden_act 'silu' is not supported"),
+    "a fused projection of another shape": ("qwen3_next", lambda f: f.tensors(lambda w: w | {"model.layers.0.linear_attn.in_proj_ba.weight": torch.ones(7, 32)}), "missing: model.layers.0.linear_attn.in_proj_a.weight, .*unexpected: model.layers.0.linear_attn.in_proj_ba.weight"),
     "an expert of another shape": ("qwen3_5_moe", lambda f: f.tensors(lambda w: _stacked(w) | {"model.layers.1.mlp.experts.down_proj": torch.ones(4, 32, 23)}), "of the wrong shape: .*layers.1.mlp.experts.0.down_proj.weight is .32, 23."),
     "experts in an unknown format": ("qwen3_5_moe", lambda f: f.tensors(lambda w: w | {"model.layers.1.mlp.experts.down_proj": torch.ones(32, 24)}), "unexpected: model.layers.1.mlp.experts.down_proj"),
     "no text section": ("qwen3_5", lambda f: f.config(model_type="qwen3_5"), f"{CONFIG}: text_config is None"),

@@ -134,6 +134,13 @@ def configurations() -> dict:
             **without(qwen_moe, "intermediate_size") | dict(num_experts_per_tok=1), **recurrent, head_dim=16, shared_expert_intermediate_size=24,
             tie_word_embeddings=True, layer_types=["full_attention", "linear_attention", "full_attention"],
         ),
+        "qwen3_next": hf.Qwen3NextConfig(**{**qwen_moe, "num_hidden_layers": 4}, **recurrent, head_dim=16, shared_expert_intermediate_size=40),
+        "qwen3_next_tied_other_layers": hf.Qwen3NextConfig(
+            **qwen_moe | dict(num_hidden_layers=4, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[1]), **recurrent | dict(linear_num_value_heads=2),
+            head_dim=24, shared_expert_intermediate_size=24, tie_word_embeddings=True,
+            layer_types=["full_attention", "linear_attention", "linear_attention", "linear_attention"],
+            rope_parameters=dict(rope_type="default", rope_theta=700.0, partial_rotary_factor=0.5),
+        ),
         "nemotron_h": hf.NemotronHConfig(**nemotron_h, layers_block_type=layers("M-M*-")),
         "nemotron_h_other_layers": hf.NemotronHConfig(
             **nemotron_h | dict(mamba_head_dim=48, n_groups=1, conv_kernel=2, ssm_state_size=32, time_step_min=0.4),
@@ -169,7 +176,7 @@ def build(name: str, folder, dtype=torch.float32, seed: int = 0, **changes):
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("norm.weight"):
-                from_zero = name.startswith(("gemma", "qwen3_5")) and "linear_attn" not in parameter_name
+                from_zero = name.startswith(("gemma", "qwen3_5", "qwen3_next")) and "linear_attn" not in parameter_name
                 parameter.copy_((not from_zero) + 0.2 * torch.randn_like(parameter))
             elif parameter.dim() == 3 and "conv1d" in parameter_name:
                 parameter.copy_(0.5 * torch.randn_like(parameter))
@@ -184,11 +191,14 @@ def build(name: str, folder, dtype=torch.float32, seed: int = 0, **changes):
 
 def by_checkpoint_names(tensors: dict, model_type: str) -> dict:
     """Rename tensors from the parameter names of transformers' module to those of its checkpoints: one tensor per
-    expert."""
+    expert. Qwen3-Next's fused projections are split as in Qwen3.5."""
     found = {}
     for name, tensor in tensors.items():
         if model_type == "gpt_oss" and ".experts." in name:
             found |= of_gpt_oss(name, tensor)
+            continue
+        if ".in_proj_qkvz." in name or ".in_proj_ba." in name:
+            found |= of_key_heads(name, tensor)
             continue
         if model_type == "nemotron_h":
             name = our_name(name.replace("model.", "backbone.", 1))
@@ -219,6 +229,19 @@ def of_gpt_oss(name: str, tensor: torch.Tensor) -> dict:
     return found
 
 
+def of_key_heads(name: str, tensor: torch.Tensor) -> dict:
+    """Split a fused projection of Qwen3-Next, with 2 key heads of size 16, as transformers' module does."""
+    heads = tensor.unflatten(0, (2, -1))
+    if ".in_proj_ba." in name:
+        parts = dict(zip(("in_proj_b", "in_proj_a"), heads.chunk(2, 1)))
+    else:
+        values = heads.shape[1] // 2 - 16
+        *qkv, z = (part.flatten(0, 1) for part in heads.split([16, 16, values, values], 1))
+        parts = {"in_proj_qkv": torch.cat(qkv), "in_proj_z": z}
+    block = name.rpartition(".in_proj_")[0]
+    return {f"{block}.{part}.weight": rows.reshape(-1, tensor.shape[1]) for part, rows in parts.items()}
+
+
 class Float64Torch:
     """The module torch, but with float64 in place of float32."""
 
@@ -229,14 +252,15 @@ class Float64Torch:
 
 
 def recur_in_float64(monkeypatch) -> None:
-    """Make transformers compute the recurrences, norms and routers of Qwen3.5 and Nemotron-H in float64.
+    """Make transformers compute the recurrences, norms and routers of Qwen3.5, Qwen3-Next and Nemotron-H in float64.
 
     It computes them in float32 whatever the model's dtype, and a recurrence accumulates the rounding errors."""
     from transformers.models.nemotron_h import modeling_nemotron_h
     from transformers.models.qwen3_5 import modeling_qwen3_5
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+    from transformers.models.qwen3_next import modeling_qwen3_next
 
-    for module in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_nemotron_h):
+    for module in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next, modeling_nemotron_h):
         monkeypatch.setattr(module, "torch", Float64Torch())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 

@@ -39,6 +39,9 @@ REFUSED = {
     "olmo3": "a model of type olmo3 is not written as GGUF",
     "gpt_oss": "a model of type gpt_oss is not written as GGUF",
     "olmoe": "a model of type olmoe is not written as GGUF",
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_next_tied_other_layers"), "a model of type qwen3_next is not written as GGUF"
+    ),
     **dict.fromkeys(("mixtral", "mixtral_window"), "a model of type mixtral is not written as GGUF"),
     "qwen3_5_moe_tied_other_layers": "linear_value_head_dim 32 and linear_key_head_dim 16",
     "qwen3_5_tied_other_layers": "full attention in other layers than every n-th",

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from models import Float64Torch, build, by_checkpoint_names, configurations, recur_in_float64
+from models import Float64Torch, build, by_checkpoint_names, compute_in_float64, configurations, recur_in_float64
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf_config import native_config, read_config
 from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
@@ -56,8 +56,8 @@ def test_logits_of_every_architecture_match_transformers(name, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_every_architecture_match_transformers(name, tmp_path, monkeypatch):
     hf = build(name, tmp_path, torch.float64)
-    if name.startswith(("qwen3_5", "nemotron_h")):
-        recur_in_float64(monkeypatch)
+    if name.startswith(("qwen3_5", "qwen3_next", "nemotron_h")):
+        compute_in_float64(hf, monkeypatch)
     # gradients of sinks and of keys' biases cancel, so that the float32 of transformers' norms (and routers) would show
     if name.startswith(("gpt_oss", "glm4_moe", "deepseek_v3")):
         monkeypatch.setattr(sys.modules[type(hf).__module__], "torch", Float64Torch())
@@ -137,14 +137,14 @@ FROZEN = [pytest.param(name, True, id=f"{name}-frozen routers") for name in ("qw
     [
         *((name, False) for name in (
             "llama_tied", "qwen2", "qwen3", "olmo3", "granite_tied_biases", "phi3", "gemma3", "qwen3_moe", "qwen2_moe",
-            "deepseek_v3", "qwen3_5", "qwen3_5_moe", "gpt_oss", "nemotron_h", "nemotron_h_latent_experts",
+            "deepseek_v3", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "nemotron_h", "nemotron_h_latent_experts",
         )),
         *FROZEN,
     ],
 )  # fmt: skip
 def test_weights_after_ten_adamw_steps_match_those_of_torchs_adamw(name, freezes, tmp_path, monkeypatch):
     # a recurrence accumulates the rounding errors of float32, and torch's differ between processors
-    recurs = name.startswith(("qwen3_5", "nemotron_h"))
+    recurs = name.startswith(("qwen3_5", "qwen3_next", "nemotron_h"))
     dtype = torch.float64 if recurs else torch.float32
     if recurs:
         recur_in_float64(monkeypatch)
@@ -184,7 +184,8 @@ def test_weights_after_ten_adamw_steps_match_those_of_torchs_adamw(name, freezes
         "llama_biases", "qwen2_tied", "qwen3", "olmo3", "smollm3", "granite", "phi3", "phi3_longrope", "gemma2",
         "gemma3", "qwen3_moe", "qwen3_moe_dense_layer", "olmoe", "mixtral", "qwen2_moe", "glm4_moe", "glm4_moe_groups",
         "deepseek_v3", "deepseek_v3_queries_without_latent", "glm4_moe_lite", "glm4_moe_lite_layers", "qwen3_5",
-        "qwen3_5_tied_other_layers", "qwen3_5_moe", "qwen3_5_moe_tied_other_layers", "gpt_oss", "nemotron_h", "nemotron_h_other_layers", "nemotron_h_experts",
+        "qwen3_5_tied_other_layers", "qwen3_5_moe", "qwen3_5_moe_tied_other_layers", "qwen3_next",
+        "qwen3_next_tied_other_layers", "gpt_oss", "nemotron_h", "nemotron_h_other_layers", "nemotron_h_experts",
         "nemotron_h_latent_experts", "nemotron_h_groups_of_experts",
     ],
 )  # fmt: skip

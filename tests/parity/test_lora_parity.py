@@ -13,6 +13,7 @@ from nemo_rl_cpp.models.hf_config import read_config
 from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import read_model_folder
 from nemo_rl_cpp.models.nemotron_h import module_name, our_name
+from nemo_rl_cpp.models.qwen3_next import is_fused, joined_adapters
 from nemo_rl_cpp.models.weights import buffers, load_weights, named_views, save_weights
 from reference.lora import adapted_call
 from test_hf_model import hf_logprobs, ragged_batch
@@ -63,7 +64,7 @@ def factors(model, flat) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 DENSE = ["all", "some", "late"]
-DEFAULT_ROPE = ["mixtral", "qwen3_moe_dense_layer", "qwen2_moe", "glm4_moe", "qwen3_5_moe"]
+DEFAULT_ROPE = ["mixtral", "qwen3_moe_dense_layer", "qwen2_moe", "glm4_moe", "qwen3_5_moe", "qwen3_next"]
 MAMBA = ["nemotron_h", "nemotron_h_experts", "nemotron_h_latent_experts"]
 MIXTURES = [*DEFAULT_ROPE, "deepseek_v3", "gpt_oss"]
 
@@ -120,7 +121,12 @@ def of_single_matrices(lora, leaves):
     for module, parts in lora.joined.items():
         a, b = found.pop(module)
         found |= {part: (a, rows) for (part, _), rows in zip(parts, b.split([rows for _, rows in parts]))}
-    return found
+    if not is_fused(lora.folder.config):
+        return found
+    named = {f"{module}.lora_{which}.weight": t for module, pair in found.items() for which, t in zip("AB", pair)}
+    joined = joined_adapters(named, lora.folder.config, lora.settings.dim)
+    modules = [name.removesuffix(".lora_A.weight") for name in joined if name.endswith(".lora_A.weight")]
+    return {module: (joined[f"{module}.lora_A.weight"], joined[f"{module}.lora_B.weight"]) for module in modules}
 
 
 def assert_gradients_match(model, hf, lora, bound):
@@ -215,7 +221,8 @@ def saved(tmp_path, name, of=lora_of, **keys):
     "name, targets",
     [(name, targets) for name in ("qwen2", "qwen3_5") for targets in DENSE]
     + [(name, targets) for name in MIXTURES for targets in ("all", "experts")]
-    + [(name, targets) for name in MAMBA for targets in ("all", "for PEFT")],
+    + [(name, targets) for name in MAMBA for targets in ("all", "for PEFT")]
+    + [("qwen3_next", "some")],
 )
 def test_saved_lora_adapter_gives_the_logits_of_the_merged_model_in_peft(targets, name, tmp_path):
     peft = pytest.importorskip("peft")
@@ -235,10 +242,11 @@ def test_saved_lora_adapter_gives_the_logits_of_the_merged_model_in_peft(targets
         ("qwen3", False, lora_of),
         ("qwen3", True, lora_of),
         ("qwen3_5", False, lora_of),
+        ("qwen3_next", True, lora_of),
         ("nemotron_h", False, lora_of),
         ("qwen3", False, megatrons),
     ],
-    ids=["lora", "rslora", "recurrent", "mamba", "megatron"],
+    ids=["lora", "rslora", "recurrent", "fused", "mamba", "megatron"],
 )
 def test_unmerged_lora_adapter_gives_the_same_logits_as_peft(name, rslora, of, tmp_path):
     """PEFT computes the same formula, W x + s B (A x)."""

@@ -41,7 +41,7 @@ def value_loss(values, returns, old, mask, cliprange=0.2):
 @pytest.mark.parametrize("name", NAMES)
 def test_critic_values_and_gradients_match_transformers(name, tmp_path, monkeypatch):
     hf, score, model = pair(name, tmp_path, torch.float64)
-    if name.startswith("qwen3_5"):
+    if name.startswith(("qwen3_5", "qwen3_next")):
         recur_in_float64(monkeypatch)
     trainer = C.Trainer(model)
     batch, ids, lengths, mask = ragged_batch()

@@ -265,6 +265,10 @@ _QWEN3_5_MOE = {
     **_QWEN3_5, **_EXPERTS, "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "num_experts": 256,
 }  # fmt: skip
+_QWEN3_NEXT = {
+    **_QWEN3_5_MOE, "vocab_size": 151936, "intermediate_size": 5632, "num_hidden_layers": 48, "num_experts_per_tok": 10, "num_experts": 512,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
 _GPT_OSS = {
     **_EVERY, **_EXPERTS, "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "head_dim": 64,
     "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True,
@@ -368,6 +372,9 @@ SUPPORTED_ARCHITECTURES = {
     "qwen3_5_text": _QWEN3_5_LAYERS,
     "qwen3_5_moe_text": _QWEN3_5_LAYERS._replace(
         title="Qwen3_5MoeText", defaults=_QWEN3_5_MOE, experts=Experts(renormalise=None, shared="shared_expert_intermediate_size")
+    ),
+    "qwen3_next": _QWEN3_5_LAYERS._replace(
+        title="Qwen3Next", defaults=_QWEN3_NEXT, experts=Experts(shared="shared_expert_intermediate_size")
     ),
     "nemotron_h": Architecture(
         "NemotronH", _NEMOTRON_H, biases=(), norms={"before_attention": "norm", "before_mlp": "norm"}, activation="mlp_hidden_act",

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
@@ -25,6 +24,7 @@ from nemo_rl_cpp.hub.sources import TINY_RANDOM, findable_name
 from nemo_rl_cpp.models.model_folder import ModelFolder
 from nemo_rl_cpp.models.nemotron_h import module_name, our_name
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
+from nemo_rl_cpp.models.qwen3_next import PARTS, fused_module, is_fused, joined_adapters, split_adapters
 from nemo_rl_cpp.models.weight_files import (
     ADAPTER,
     BASE_FILE,
@@ -164,6 +164,8 @@ class Lora:
             for key, part in self._parts(name, view):
                 tensor = self._converted(lora_b_for_peft, name, part).contiguous()
                 tensors[key] = (tensor.clone() if self.joined else tensor).cpu()  # modules share a joined adapter's A
+        if is_fused(self.folder.config):
+            tensors = joined_adapters(tensors, self.folder.config, self.settings.dim)
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / CONFIG_FILE).write_text(json.dumps(self.peft_config(), indent=2, sort_keys=True) + "\n")
         base = {"digest": self.base_digest}
@@ -205,6 +207,7 @@ class Lora:
             "use_rslora": self.settings.use_rslora,
             "lora_dropout": 0.0,
             **self._peft_targets(),
+            **self._peft_ranks(),
             "modules_to_save": ["score"] if self.folder.value_head else None,
             "bias": "none",
             "fan_in_fan_out": False,
@@ -227,7 +230,8 @@ class Lora:
         others = set(map(short, set(self.layers.modules()).difference(self.modules)))
         are_short = others.isdisjoint(map(short, self.modules))
         found: dict[str, list[str]] = {"target_modules": []}
-        for module in self._peft_modules:
+        modules = self._peft_modules
+        for module in dict.fromkeys(map(fused_module, modules)) if is_fused(self.folder.config) else modules:
             name = short(module) if are_short else module
             if is_parameter(module):
                 weights = (first, "down_proj") if is_experts(module) else ("weight",)
@@ -235,6 +239,18 @@ class Lora:
             else:
                 found["target_modules"].append(name)
         return {key: list(dict.fromkeys(names)) for key, names in found.items()}
+
+    def _peft_ranks(self) -> dict[str, Plain]:
+        """Return the entries of adapter_config.json for adapters of another rank than `dim`."""
+        names = {module.rpartition(".")[2] for module in self.modules} if is_fused(self.folder.config) else set()
+        fused = [name for name, parts in PARTS.items() if not names.isdisjoint(parts)]
+        if not fused:
+            return {}
+        alpha = self.settings.alpha * (math.sqrt(2) if self.settings.use_rslora else 2)  # the scale stays the same
+        return {
+            "rank_pattern": dict.fromkeys(fused, 2 * self.settings.dim),
+            "alpha_pattern": dict.fromkeys(fused, alpha),
+        }
 
     def load(self, weights: Path, model: C.DecoderModel) -> None:
         """Load an adapter that `save` wrote. Raise ValueError if it is missing, or does not match the settings or the
@@ -247,12 +263,13 @@ class Lora:
             )
         specs = model.trained_layout.specs
         views = named_views(specs, model.masters)
-        with safe_open(folder / WEIGHTS_FILE, framework="pt") as saved:
-            self._check_saved(folder, saved.keys())
-            for spec in specs:
-                for name, part in self._parts(spec.name, views[spec.name]):
-                    tensor = self._converted(lora_b_from_peft, spec.name, saved.get_tensor(name))
-                    part.copy_(own_part(spec, tensor))
+        saved = load_file(folder / WEIGHTS_FILE)
+        if is_fused(self.folder.config):
+            saved = split_adapters(saved, self.folder.config, json.loads((folder / CONFIG_FILE).read_text())["r"])
+        self._check_saved(folder, list(saved))
+        for spec in specs:
+            for name, part in self._parts(spec.name, views[spec.name]):
+                part.copy_(own_part(spec, self._converted(lora_b_from_peft, spec.name, saved[name])))
         model.masters_changed()
 
     def _check_saved(self, folder: Path, names: list[str]) -> None:

@@ -261,7 +261,7 @@ KNOWN_MODELS = tuple(
     for model_type, rows in _TABLE.items()
     for name, sizes in rows.items()
 )
-_VARIANT = re.compile(r"-(base|instruct|chat(-v[\d.]+)?|v0\.[123]|it|sft|dpo|coder|thinking-2507|instruct-2507)$")
+_VARIANT = re.compile(r"-(base|instruct|chat(-v[\d.]+)?|v0\.[123]|it|sft|dpo|coder|thinking(-2507)?|instruct-2507)$")
 
 
 def known_model(name: str) -> KnownModel | None:
@@ -302,10 +302,8 @@ def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
         found["shared_expert_size"] = shared * found.get("intermediate_size", 0)
     if is_size(latent := known.get("moe_latent_size")):
         found["latent_size"] = latent
-    pattern = known.get("hybrid_override_pattern")
-    dense = pattern.count("-") if isinstance(pattern, str) else known.get("first_k_dense_replace")
     if is_size(width := known.get("intermediate_size")):
-        found |= {"dense_mlps": dense if is_size(dense) else 0, "dense_size": width}
+        found["dense_size"] = width
     return found
 
 
@@ -391,9 +389,10 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
         }
     more = (expert_sizes(known) if has_experts(known) else {}) | recurrent_sizes(known) | latent_sizes(known)
     if "experts" in more:
+        mlps = more.get("mlp_layers") or range(sizes["num_hidden_layers"])
         try:
-            layers = range(sizes["num_hidden_layers"]) if made is None else layers_with_experts(known)
+            more["expert_layers"] = tuple(mlps if made is None else layers_with_experts(known))
         except (TypeError, ZeroDivisionError):  # the checks of the model report the key
             return None
-        more["expert_layers"] = tuple(layers)
+        more["dense_mlps"] = len(mlps) - len(more["expert_layers"])
     return ModelSizes(**derived | sizes | more | structure, tie_word_embeddings=tied)

@@ -18,6 +18,7 @@ from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import GGUF_FILE, GGUF_TABLE, ModelFolderError
 from nemo_rl_cpp.models.hf_config import read_json
 from nemo_rl_cpp.models.nemotron_h import our_name
+from nemo_rl_cpp.models.qwen3_next import is_fused, module_parts, split_adapters, split_projections
 
 if TYPE_CHECKING:
     import numpy as np
@@ -227,7 +228,7 @@ def fill_parameters(
             up to eight tensors of each kind."""
     tied = HEAD not in shapes and VALUE_HEAD not in shapes
     missing, wrong, foreign, extra, stood_in = set(shapes), [], [], [], False
-    for given, tensor in split_experts(tensors, FUSED in shapes):
+    for given, tensor in split_experts(split_projections(tensors, folder), FUSED in shapes):
         name = _known_name(given, shapes)
         if tied and name == HEAD and EMBEDDING in missing:
             name, stood_in = EMBEDDING, True
@@ -472,9 +473,10 @@ _INNER = ".base_layer"
 
 
 def adapted_modules_of(names: Iterable[str]) -> list[str]:
-    """Return the modules that an adapter changes, given the `names` of its tensors, in the order of `names`."""
+    """Return the modules that an adapter changes, given the `names` of its tensors, in the order of `names`. Fused
+    projections count as the native core's matrices."""
     found = (name.removeprefix(PREFIX).removesuffix(LORA_A) for name in names if name.endswith(LORA_A))
-    return list(dict.fromkeys(name.removesuffix(_INNER) for name in found))
+    return list(dict.fromkeys(part for name in found for part in module_parts(name.removesuffix(_INNER))))
 
 
 def alternates_in_peft(name: str, is_gpt_oss: bool) -> bool:
@@ -501,7 +503,7 @@ class SavedAdapter:
         base: `model_name` of the run that saved it.
         seed: seed of the base weights, if they are random.
         quantization: format of the base model's matrices.
-        is_gpt_oss: the base model is gpt-oss."""
+        config: the base model's config.json."""
 
     folder: Path
     dim: int
@@ -511,18 +513,26 @@ class SavedAdapter:
     base: str
     seed: int
     quantization: str
-    is_gpt_oss: bool
+    config: Mapping[str, Plain]
 
     def tensors(self) -> Iterator[tuple[str, RawTensor]]:
         """Yield (name, tensor) for the matrices A [dim, in] and B [out, dim] of every adapted matrix [out, in], with
         `dim` the LoRA rank. For experts they are A [experts · dim, in] and B [out, dim · experts], with all rows of
         gate before those of up."""
-        for name, tensor in raw_tensors([self.folder / WEIGHTS_FILE]):
-            is_mixed = alternates_in_peft(name, self.is_gpt_oss)
+        found = raw_tensors([self.folder / WEIGHTS_FILE])
+        for name, tensor in self._split(found) if is_fused(self.config) else found:
+            is_mixed = alternates_in_peft(name, self.config["model_type"] == "gpt_oss")
             yield (
                 our_name(name.removeprefix(PREFIX)),
                 tensor._replace(data=_even_then_odd(tensor)) if is_mixed else tensor,
             )
+
+    def _split(self, tensors: Iterable[tuple[str, RawTensor]]) -> Iterator[tuple[str, RawTensor]]:
+        import numpy as np
+
+        whole = {name: np.frombuffer(raw.data, np.float32).reshape(raw.shape).copy() for name, raw in tensors}
+        for name, part in split_adapters(whole, self.config, self.dim).items():
+            yield name, RawTensor("F32", list(part.shape), memoryview(np.ascontiguousarray(part)).cast("B"))
 
 
 def saved_adapter(weights: Path) -> SavedAdapter | None:
@@ -537,8 +547,7 @@ def saved_adapter(weights: Path) -> SavedAdapter | None:
     targets = tuple(
         our_name(f"{module}.weight") for module in adapted_modules_of(tensor_entries(folder / WEIGHTS_FILE))
     )
-    is_gpt_oss = json.loads((weights / "config.json").read_text())["model_type"] == "gpt_oss"
     return SavedAdapter(
         folder, peft["r"], float(peft["lora_alpha"]), peft.get("use_rslora", False), targets,
-        base["model_name"], base["seed"], base["quantization"], is_gpt_oss,
+        base["model_name"], base["seed"], base["quantization"], read_json(weights / "config.json"),
     )  # fmt: skip

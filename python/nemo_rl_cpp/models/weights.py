@@ -19,6 +19,7 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.nemotron_h import checkpoint_name
+from nemo_rl_cpp.models.qwen3_next import is_fused, joined_projections
 from nemo_rl_cpp.models.weight_files import (
     FUSED,
     INDEX_FILE,
@@ -198,7 +199,8 @@ def save_weights(
     total = sum(t.nbytes for t in tensors.values())
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
-    for name, tensor in joined_experts(tensors) if FUSED in tensors else tensors.items():
+    written = joined_experts(tensors) if FUSED in tensors else tensors.items()
+    for name, tensor in joined_projections(tensors, config) if is_fused(config) else written:
         if shards[-1] and size + tensor.nbytes > max_shard_bytes:
             shards.append({})
             size = 0

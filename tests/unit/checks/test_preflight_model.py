@@ -400,6 +400,13 @@ SETTINGS = {
         (f"policy.precision=bfloat16 policy.generation.vllm_cfg.enable_prefix_caching=true {STARTED_VLLM}",
          "enable_prefix_caching is true, but vLLM on CPUs caches no prefixes of the recurrent layers of qwen3_5_text: set it to null"),
     ]),
+    "qwen3_next": (dict(
+        full_attention_interval=2, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24,
+    ), [
+        *ACCEPTED,
+        (SERVER, "policy.generation.backend is vllm, but qwen3_next has recurrent layers, whose weights are not sent to vLLM"),
+    ]),
 }  # fmt: skip
 
 

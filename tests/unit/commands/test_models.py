@@ -21,7 +21,7 @@ PARAMETERS = {
     "Qwen3-30B-A3B": 30.53, "OLMoE-1B-7B-0924": 6.919, "Mixtral-8x7B": 46.70, "Qwen1.5-MoE-A2.7B": 14.32,
     "Qwen3.5-0.8B": 0.752, "Qwen3.5-9B": 8.954, "NVIDIA-Nemotron-Nano-9B-v2": 8.89, "NVIDIA-Nemotron-Nano-12B-v2": 12.31,
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6, "NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": 31.6, "NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": 31.6,
-    "NVIDIA-Nemotron-3-Super-120B-A12B-BF16": 120.6, "Qwen3.5-35B-A3B": 34.66, "Qwen3.5-122B-A10B": 122.1, "Qwen3.5-397B-A17B": 396.3,
+    "NVIDIA-Nemotron-3-Super-120B-A12B-BF16": 120.6, "Qwen3-Next-80B-A3B": 79.67, "Qwen3.5-35B-A3B": 34.66, "Qwen3.5-122B-A10B": 122.1, "Qwen3.5-397B-A17B": 396.3,
 }  # fmt: skip
 
 
@@ -41,6 +41,7 @@ QWEN3_5 = TINY | {
     "model_type": "qwen3_5_moe_text", "num_hidden_layers": 6, "full_attention_interval": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
     "linear_key_head_dim": 32, "linear_value_head_dim": 32, "num_experts": 32, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96,
 }  # fmt: skip
+QWEN3_NEXT = QWEN3_5 | {"model_type": "qwen3_next", "mlp_only_layers": [2], "intermediate_size": 512}
 NEMOTRON_3 = TINY | {
     "model_type": "nemotron_h", "hybrid_override_pattern": "ME*E-", "intermediate_size": 512, "n_groups": 2, "mamba_num_heads": 8, "ssm_state_size": 32,
     "mamba_head_dim": 32, "n_routed_experts": 32, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 96,
@@ -48,7 +49,9 @@ NEMOTRON_3 = TINY | {
 
 
 @pytest.mark.parametrize(
-    "config", [GLM, QWEN3_5, NEMOTRON_3, NEMOTRON_3 | {"moe_latent_size": 128}], ids=["glm", "qwen3.5", "nano", "super"]
+    "config",
+    [GLM, QWEN3_5, QWEN3_NEXT, NEMOTRON_3, NEMOTRON_3 | {"moe_latent_size": 128}],
+    ids=["glm", "qwen3.5", "qwen3-next", "nano", "super"],
 )
 def test_computed_parameter_count_of_expert_and_dense_layers_equals_that_of_the_tensors(config):
     tensors = parameter_shapes(native_config(config)).values()
@@ -59,7 +62,7 @@ def test_computed_parameter_count_of_expert_and_dense_layers_equals_that_of_the_
 @pytest.mark.parametrize(("name", "known"), [
     ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B"), ("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M"),
     ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"), ("somebody/Qwen3-8B", None), ("", None),
-    ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B"), ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-30B-A3B"),
+    ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B"), ("Qwen/Qwen3-Next-80B-A3B-Thinking", "Qwen/Qwen3-Next-80B-A3B"), ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-30B-A3B"),
 ])  # fmt: skip
 def test_models_command_finds_the_known_base_model_of_a_variant_name(name, known):
     found = known_model(name)

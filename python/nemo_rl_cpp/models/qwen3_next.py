@@ -1,0 +1,156 @@
+"""The fused projections of Qwen3-Next's gated delta nets in checkpoints and in PEFT's adapters.
+
+A checkpoint holds two matrices with the rows of one key head after the other. The native core has four, which
+checkpoints of Qwen3.5 hold, too:
+
+    in_proj_qkvz    of each key head q, k, and the v and z of its value heads -> in_proj_qkv (all q, k, v), in_proj_z
+    in_proj_ba      of each key head the b and a of its value heads           -> in_proj_b, in_proj_a
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.models.hf_config import read_config
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from nemo_rl_cpp.models.weight_files import RawTensor, TensorEntry
+
+PARTS = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")}
+"""Fused matrix -> the matrices of the native core."""
+WHOLE = {part: fused for fused, parts in PARTS.items() for part in parts}
+_NAME = re.compile(r"(.*\.linear_attn\.)(in_proj_\w+)(\.weight|\.lora_[AB]\.weight)")
+
+
+def is_fused(config: Mapping[str, Plain]) -> bool:
+    """Return whether checkpoints of the model with this config.json hold fused projections."""
+    return config["model_type"] == "qwen3_next"
+
+
+def fused_module(module: str) -> str:
+    """Return the name in checkpoints of the matrix that holds the rows of `module`, a matrix of the native core."""
+    path, _, name = module.rpartition(".")
+    return f"{path}.{WHOLE.get(name, name)}"
+
+
+def module_parts(module: str) -> list[str]:
+    """Return the names of the native core's matrices whose rows `module`, a matrix of a checkpoint, holds."""
+    path, _, name = module.rpartition(".")
+    return [f"{path}.{part}" for part in PARTS.get(name, (name,))]
+
+
+def part_rows(config: Mapping[str, Plain]) -> dict[str, dict[str, np.ndarray]]:
+    """Return {fused matrix: {matrix of the native core: indices of its rows in the fused matrix}}."""
+    import numpy as np
+
+    keys, size = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    shared = config["linear_num_value_heads"] // keys
+    values = shared * config["linear_value_head_dim"]
+
+    def of(*counts: int) -> list[np.ndarray]:
+        rows = np.arange(keys * sum(counts)).reshape(keys, -1)
+        return [part.reshape(-1) for part in np.split(rows, np.cumsum(counts)[:-1], axis=1)]
+
+    *qkv, z = of(size, size, values, values)
+    ba = of(shared, shared)
+    return {
+        fused: dict(zip(parts, rows, strict=True))
+        for (fused, parts), rows in zip(PARTS.items(), ([np.concatenate(qkv), z], ba), strict=True)
+    }
+
+
+def split_projections(
+    tensors: Iterable[tuple[str, RawTensor | TensorEntry]], folder: Path
+) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
+    """Yield the tensors of a checkpoint in `folder` with each fused projection as the native core's matrices. One with
+    an unexpected number of rows is yielded unchanged."""
+    import numpy as np
+
+    places = None
+    for name, tensor in tensors:
+        found = _NAME.fullmatch(name)
+        if found is None or found[2] not in PARTS:
+            yield name, tensor
+            continue
+        if places is None:
+            config = read_config(folder)
+            places = part_rows(config) if is_fused(config) else {}
+        parts = places.get(found[2], {})
+        if tensor.shape[0] != sum(map(len, parts.values())):
+            yield name, tensor
+            continue
+        for part, rows in parts.items():
+            entry = tensor._replace(shape=[len(rows), *tensor.shape[1:]])
+            if (data := getattr(tensor, "data", None)) is not None:
+                taken = np.frombuffer(data, np.uint8).reshape(tensor.shape[0], -1)[rows]
+                entry = entry._replace(data=memoryview(taken.reshape(-1)))
+            yield f"{found[1]}{part}.weight", entry
+
+
+def joined_projections(tensors: Mapping[str, Tensor], config: Mapping[str, Plain]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) as in a checkpoint: the inverse of `split_projections`."""
+    import torch
+
+    orders = {
+        fused: torch.cat([torch.from_numpy(rows) for rows in parts.values()]).argsort()
+        for fused, parts in part_rows(config).items()
+    }
+    for name, tensor in tensors.items():
+        found = _NAME.fullmatch(name)
+        if found is None or found[2] not in WHOLE:
+            yield name, tensor
+        elif found[2] == PARTS[fused := WHOLE[found[2]]][0]:
+            parts = [tensors[f"{found[1]}{part}.weight"] for part in PARTS[fused]]
+            yield f"{found[1]}{fused}.weight", torch.cat(parts)[orders[fused]]
+
+
+# The adapters of a fused projection's two matrices, A_1, B_1 and A_2, B_2 of rank dim, are one adapter of rank 2 dim:
+# its A has the rows of A_1 and then those of A_2, its B has B_1 in the first dim columns and B_2 in the others. A matrix
+# without adapter has zeros there.
+
+
+def joined_adapters(tensors: Mapping[str, Tensor], config: Mapping[str, Plain], dim: int) -> dict[str, Tensor]:
+    """Return the tensors of an adapter in PEFT's format with one adapter for each fused projection. `dim`: the rank."""
+    places, joined = part_rows(config), {}
+    for name, tensor in tensors.items():
+        found = _NAME.fullmatch(name)
+        if found is None or found[2] not in WHOLE:
+            joined[name] = tensor
+            continue
+        path, part, kind = found.groups()
+        parts = places[WHOLE[part]]
+        first = list(parts).index(part) * dim
+        is_a = kind == ".lora_A.weight"
+        shape = (2 * dim, tensor.shape[1]) if is_a else (sum(map(len, parts.values())), 2 * dim)
+        whole = joined.setdefault(f"{path}{WHOLE[part]}{kind}", tensor.new_zeros(shape))
+        if is_a:
+            whole[first : first + dim] = tensor
+        else:
+            whole[parts[part], first : first + dim] = tensor
+    return joined
+
+
+def split_adapters(
+    tensors: Mapping[str, Tensor | np.ndarray], config: Mapping[str, Plain], dim: int
+) -> dict[str, Tensor | np.ndarray]:
+    """Return the tensors of an adapter with the names and matrices of the native core: the inverse of
+    `joined_adapters`."""
+    places, split = part_rows(config), {}
+    for name, tensor in tensors.items():
+        found = _NAME.fullmatch(name)
+        if found is None or found[2] not in PARTS:
+            split[name] = tensor
+            continue
+        path, fused, kind = found.groups()
+        for index, (part, rows) in enumerate(places[fused].items()):
+            mine = slice(index * dim, (index + 1) * dim)
+            if tensors[f"{path}{fused}.lora_A.weight"][mine].any():  # otherwise the matrix has no adapter
+                split[f"{path}{part}{kind}"] = tensor[mine] if kind == ".lora_A.weight" else tensor[rows][:, mine]
+    return split

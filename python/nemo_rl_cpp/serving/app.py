@@ -64,8 +64,14 @@ class Conversation:
     @contextlib.asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
         """Return a context that submits the engine requests at its start and cancels the unfinished ones at its end.
-        Raise RequestError (503) if the queue is full."""
+        Raise RequestError: 503 if the queue is full, 400 if the request has more answers than an empty queue takes."""
         service, n, most = self.service, len(self.samples), self.service.model.limits.max_queue
+        if n > most:
+            prompts, samples = len(self.answer.prompts), self.answer.samples
+            text = f"n is {samples} for {prompts} prompt{'s' if prompts > 1 else ''}: the server takes at most {most} answers at a time"
+            raise RequestError(
+                f"{text} (max_queue), so ask for fewer in a request", param="n" if samples > 1 else "prompt"
+            )
         if service.under_way + n > most:
             raise RequestError(
                 f"{n} answers are asked for, {service.under_way} are under way, and the server takes {most}: ask for fewer, or later",

@@ -122,9 +122,17 @@ def test_server_requires_its_api_key_for_every_route_except_health(server):
             assert stranger.post("/v1/completions", json=GOOD, headers=headers).status_code == 401
 
 
-def test_request_beyond_the_servers_queue_limit_is_rejected_with_status_503(http):
-    refused = http.post("/v1/completions", json=GOOD | {"n": 9})
+def test_request_gets_status_503_if_the_queue_is_full_and_400_if_it_never_fits(http):
+    endless = GOOD | {"n": 8, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/completions", json=endless) as answer:
+        begun = answer.iter_raw()  # the stream ends with the iterator
+        next(begun)
+        refused = http.post("/v1/completions", json=GOOD)
     assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+    for more, param in (({"n": 9}, "n"), ({"prompt": ["x"] * 9}, "prompt")):
+        refused = http.post("/v1/completions", json=GOOD | more)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+    assert refused.json()["error"]["message"].startswith("n is 1 for 9 prompts: the server takes at most 8 answers")
 
 
 def test_rejected_request_does_not_change_the_samples_of_its_repetition(server, http):
@@ -135,7 +143,7 @@ def test_rejected_request_does_not_change_the_samples_of_its_repetition(server, 
         return [http.post("/v1/completions", json=body | {"n": n}) for n in (9, 1)]
 
     (refused, answer), rollouts = ask("again"), server.model.rollouts
-    assert refused.status_code == 503 and answer.status_code == 200
+    assert refused.status_code == 400 and answer.status_code == 200
     assert list(rollouts.find("again").drawn.values()) == [{0}]
     engine = server.model.engine
     submit = engine.submit

@@ -53,6 +53,18 @@ def test_trainer_with_top_p_and_top_k_returns_the_engines_logprobs_of_the_sample
     assert removed.any() and torch.isfinite(logprobs).all() and trainer.step(0.0) > 0
 
 
+def test_trainer_takes_the_engines_sampling_settings_and_rejects_the_same_values():
+    model = nemo_rl_cpp.Model("tiny-random", initializer_range=0.5)
+    for rule in ({"temperature": 0.0}, {"temperature": 0.0, "top_p": 0.5}, {"top_k": -1}, {"top_k": None}):
+        batch = nemo_rl_cpp.Engine(model, max_new_tokens=6, **rule).sample([[4, 5, 15]])
+        trainer = nemo_rl_cpp.Trainer(model, **rule)
+        _, logprobs = trainer.forward_backward(batch, lambda logprobs: -logprobs.sum())
+        assert torch.equal(logprobs, batch.tokens["generation_logprobs"]), rule
+    for make in (nemo_rl_cpp.Engine, nemo_rl_cpp.Trainer):
+        with pytest.raises(ValueError, match="temperature must be at least 0, not -1"):
+            make(model, temperature=-1)
+
+
 def test_backward_passes_accumulate_gradients_and_an_optimizer_step_resets_them():
     norms = []
     for passes in (1, 2):

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.base import as_model
+from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids, save_generation_config
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.data.tokenizer import Tokenizer
@@ -104,10 +106,12 @@ class Trainer:
 
     Args:
         temperature, top_p, top_k: the values given to the engine. The trainer computes log-probabilities with these
-            values, so that they are bit-identical to the engine's."""
+            values, so that they are bit-identical to the engine's. Raise ValueError for those that the engine rejects."""
 
-    def __init__(self, model: Model, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> None:
-        self._native, self._scoring = C.Trainer(model.native), Scoring(temperature, top_p, top_k)
+    def __init__(self, model: Model, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int | None = 0) -> None:
+        given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        self._scoring = Scoring.of(as_model(given, GenerationConfig, "policy.generation"))
+        self._native = C.Trainer(model.native)
 
     def forward_backward(self, batch: RaggedBatch, loss_fn: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
         """Compute a loss, and accumulate its gradient for the next `step`.

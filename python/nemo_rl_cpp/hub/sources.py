@@ -26,7 +26,7 @@ from nemo_rl_cpp.files.durable import MANIFEST, folder_problem, fsync_path, rena
 T = TypeVar("T")
 TINY_RANDOM = "tiny-random"  # a randomly initialised model with a character tokenizer, see `models.model_folder`
 SMOLLM2 = "smollm2-135m-instruct"
-_SMOLLM2_HUB = "huggingfacetb/smollm2-135m-instruct"
+_SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _PREPARING_SECONDS = 3600.0  # time limit for another process to convert a model
@@ -97,7 +97,7 @@ def resolve_model(
     try:
         return hub_folder(name, files, ask_hub, key)
     except HubUnreachableError as error:
-        if name.lower() == _SMOLLM2_HUB:
+        if name.lower() == _SMOLLM2_HUB.lower():
             return smollm2_folder()
         raise HubUnreachableError(f"{error}{did_you_mean(name)}") from None
     except UnknownOnHubError as error:
@@ -116,9 +116,12 @@ def _expanded(name: str | Path) -> Path:
 def findable_name(name: str) -> str:
     """Return a name that is valid in any working directory: an absolute path for a local model, else `name`."""
     path = _expanded(name)
-    if not os.path.isdir(path) and name.lower() == SMOLLM2:
-        path = cache_root() / "models" / SMOLLM2
     return os.path.abspath(path) if os.path.isdir(path) or is_gguf(path) else name
+
+
+def published_name(name: str) -> str:
+    """Return the name for other programs: that of the packaged model on the Hub, else `name`."""
+    return _SMOLLM2_HUB if name.lower() == SMOLLM2 else name
 
 
 def check_is_no_file(name: str, key: str) -> None:
@@ -150,7 +153,7 @@ def local_folder(name: str) -> Path | None:
     if os.path.isdir(hub_cache(name)):  # checked first, because loading huggingface_hub's client takes half a second
         if (cached := _cached_folder(name, _MODEL_FILES + TOKENIZER_FILES)) is not None:
             return cached
-    return packaged if name.lower() in (SMOLLM2, _SMOLLM2_HUB) and _complete(packaged) else None
+    return packaged if name.lower() in (SMOLLM2, _SMOLLM2_HUB.lower()) and _complete(packaged) else None
 
 
 def hub_cache(repo: str) -> Path:
@@ -182,7 +185,7 @@ def nearest_model(name: str) -> str | None:
     def plain(text: str) -> str:
         return os.path.normpath(_expanded(text)).lower().replace("_", "-")
 
-    names = [*folders, "HuggingFaceTB/SmolLM2-135M-Instruct", SMOLLM2, TINY_RANDOM]
+    names = [*folders, _SMOLLM2_HUB, SMOLLM2, TINY_RANDOM]
     known = {plain(candidate): candidate for candidate in names}
     near = difflib.get_close_matches(plain(name), known, n=1, cutoff=0.8)
     return known[near[0]] if near and known[near[0]] != name else None

@@ -17,7 +17,7 @@ from nemo_rl_cpp.config.data import datasets_of
 from nemo_rl_cpp.errors import one_sentence
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain, dump_yaml
-from nemo_rl_cpp.hub.sources import SourceError, find_policy_weights, hub_endpoint
+from nemo_rl_cpp.hub.sources import SourceError, find_policy_weights, hub_endpoint, published_name
 from nemo_rl_cpp.models.weight_files import ADAPTER
 
 if TYPE_CHECKING:
@@ -111,7 +111,6 @@ CARD = "README.md"
 _MARK = "<!-- written by nemo_rl_cpp"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _DATA_FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt")
-_PACKAGED = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 _GIVEN = "nemo_rl_cpp.api.Rows"  # the data set name of rows passed from Python
 
 
@@ -127,7 +126,7 @@ def write_card(folder: Path, config: TrainMasterConfig, step: int) -> None:
 def card_text(config: TrainMasterConfig, step: int) -> str:
     """Return the text of the model card, README.md, of a model that the run `config` has trained for `step` steps. It
     shows only the last part of a local folder's path."""
-    base = _PACKAGED.get(config.policy.model_name.lower(), config.policy.model_name)
+    base = published_name(config.policy.model_name)
     named = datasets_of(config.data.train, "data.train")
     sets = [(each.dataset_name, getattr(each, "data_path", None)) for _, each in named]
     front: dict[str, Plain] = {

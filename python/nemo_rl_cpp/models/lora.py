@@ -20,7 +20,7 @@ from nemo_rl_cpp.config.lora import FUSED, Adapters, LayerKinds, adapted_modules
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.hub.sources import TINY_RANDOM, findable_name
+from nemo_rl_cpp.hub.sources import TINY_RANDOM, findable_name, published_name
 from nemo_rl_cpp.models.model_folder import ModelFolder
 from nemo_rl_cpp.models.nemotron_h import module_name, our_name
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
@@ -73,7 +73,7 @@ class Lora:
         modules: the adapted modules, for instance model.layers.0.self_attn.q_proj, in the order of the parameters.
         layers: the layers of the model.
         settings: the section of the configuration.
-        base: the base model's name in PEFT's adapter_config.json.
+        base: the base model's name, valid in any working directory.
         folder: the base model. If it is a critic, its whole scalar head is trained together with the adapters.
         key: the configuration key of the settings, for messages.
         base_digest: digest of the base weights; empty if this process holds only a slice of them.
@@ -201,7 +201,7 @@ class Lora:
         return {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if self.folder.value_head else "CAUSAL_LM",
-            "base_model_name_or_path": None if self.base == TINY_RANDOM else self.base,
+            "base_model_name_or_path": None if self.base == TINY_RANDOM else published_name(self.base),
             "r": self.settings.dim,
             "lora_alpha": self.settings.alpha,
             "use_rslora": self.settings.use_rslora,

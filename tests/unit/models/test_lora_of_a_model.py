@@ -147,14 +147,12 @@ def adapted(lora, folder, seed=3, weights=None, model_seed=0):
 @pytest.mark.parametrize(
     "name, base",
     [("./base", "{0}/base"), ("base", "{0}/base"), ("~/base", "{0}/base"), ("{0}/base/../base", "{0}/base"), ("Org/base", "Org/base"),
-     ("smollm2-135m-instruct", "{0}/cache/models/smollm2-135m-instruct"), ("tiny-random", None)],
+     ("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"), ("tiny-random", None)],
 )  # fmt: skip
-def test_saved_lora_adapter_names_a_local_base_model_by_its_absolute_path(tmp_path, monkeypatch, name, base):
+def test_saved_lora_adapter_names_its_base_model_so_that_peft_finds_it(tmp_path, monkeypatch, name, base):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NEMO_RL_CPP_CACHE", str(tmp_path / "cache"))
-    for folder in ("base", "cache/models/smollm2-135m-instruct"):
-        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "base").mkdir()
     config = PolicyConfig(model_name=name.format(tmp_path), dtensor_cfg={"lora_cfg": LoraConfig(enabled=True, dim=4)})
     lora = Lora.of(config, tiny_random(SIZES), "policy")
     monkeypatch.chdir(tmp_path / "base")

@@ -72,7 +72,13 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _check_use(use: _Use) -> Iterator[Finding]:
-    folder = yield from (_check_hf if use.backend == "hf" else _check_model)(use)
+    try:
+        folder = yield from (_check_hf if use.backend == "hf" else _check_model)(use)
+    except (SourceError, OSError) as error:
+        yield Finding("error", use.key, f"is {use.name}: {error}")
+        if use.tokenizer == use.name:  # what the tokenizer lacks follows from it
+            return
+        folder = None
     stops = use.trained.generation.stop_token_ids if isinstance(use.trained, PolicyConfig) else None
     if stops and folder is not None and max(stops) >= (size := folder.config["vocab_size"]):
         text = f"has {max(stops)}, but {use.key} {use.name} has a vocabulary of {size}: give ids of that model, or null"
@@ -110,28 +116,25 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
 
 def _check_model(use: _Use) -> Iterator[Finding]:
     """Yield problems with a model of the native backend, which the run uses as `use` says. The generator's return value
-    describes the model's files; None if they are not on this machine or cannot be used."""
+    describes the model's files; None if they are not on this machine. Raise SourceError or OSError if they cannot be
+    used."""
     fields = {"value_head": use.value_head, "max_length": use.length}
-    try:
-        if use.name == TINY_RANDOM:
-            folder = tiny_random(use.overrides, **fields)
-        else:
-            path = yield from _whole_folder(use)
-            if path is None:
-                return None
-            folder = read_model_folder(path, use.overrides, **fields)
-        if use.length is not None:
-            check_length(folder.config, use.length, use.length_key, use.name)
-        if use.quantization is not None:
-            key = f"{use.key.rpartition('.')[0]}.quantization"
-            replace(folder, quantization=use.quantization).check_quantization(key)
-        folder.check_slices(use.slices, use.slices_key)
-        if use.trained is not None:
-            folder.check_mixers(use.trained, use.key.partition(".")[0], use.slices)
-        folder.check_weights()
-    except (SourceError, OSError) as error:
-        yield Finding("error", use.key, f"is {use.name}: {error}")
-        return None
+    if use.name == TINY_RANDOM:
+        folder = tiny_random(use.overrides, **fields)
+    else:
+        path = yield from _whole_folder(use)
+        if path is None:
+            return None
+        folder = read_model_folder(path, use.overrides, **fields)
+    if use.length is not None:
+        check_length(folder.config, use.length, use.length_key, use.name)
+    if use.quantization is not None:
+        key = f"{use.key.rpartition('.')[0]}.quantization"
+        replace(folder, quantization=use.quantization).check_quantization(key)
+    folder.check_slices(use.slices, use.slices_key)
+    if use.trained is not None:
+        folder.check_mixers(use.trained, use.key.partition(".")[0], use.slices)
+    folder.check_weights()
     for remark in folder.remarks:
         yield Finding("warning", use.key, f"is {use.name}: {note_as_said(remark)}")
     raw = TINY_CONFIG if folder.path is None else read_config_file(folder.path)
@@ -143,16 +146,13 @@ def _check_model(use: _Use) -> Iterator[Finding]:
 
 
 def _check_hf(use: _Use) -> Iterator[Finding]:
-    """Yield problems with the files of a transformers model: damaged files, and sequences longer than it supports."""
+    """Yield a problem if sequences are longer than a transformers model supports. Raise SourceError or OSError if its
+    files are damaged."""
     path = None if use.name == TINY_RANDOM else (yield from _whole_folder(use))
     if path is None:
         return
-    try:
-        config = {**read_config_file(path), **(use.overrides or {})}
-        weight_files(path)
-    except (SourceError, OSError) as error:
-        yield Finding("error", use.key, f"is {use.name}: {error}")
-        return
+    config = {**read_config_file(path), **(use.overrides or {})}
+    weight_files(path)
     limit = config.get("max_position_embeddings")
     if isinstance(limit, int) and use.length is not None and use.length > limit:
         text = f"is {use.length}, but {use.name} has positions for {limit} tokens (max_position_embeddings): lower it"
@@ -231,8 +231,6 @@ def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]
         if path is None and name != use.name:
             yield from _check_name(use._replace(key=use.tokenizer_key, name=name))
         if path is None or (is_cached(path) and not (path / "tokenizer.json").is_file()):
-            return
-        if name == use.name and not (path / "config.json").is_file():  # no model folder, which is reported already
             return
         try:
             largest, count = _vocabulary(path)

@@ -312,6 +312,9 @@ BROKEN = {
     "quantised": lambda folder: rewrite(folder, quantization_config={"quant_method": "awq"}),
     "dynamic rope": lambda folder: rewrite(folder, rope_scaling={"type": "dynamic", "factor": 2.0}),
     "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "no weights and no tokenizer": lambda folder: [
+        (folder / name).unlink() for name in ("model.safetensors", "tokenizer.json")
+    ],
     "adapter only": lambda folder: [
         (folder / "config.json").rename(folder / "adapter_config.json"),
         (folder / "model.safetensors").unlink(),
@@ -332,8 +335,8 @@ def test_check_dry_run_and_run_report_the_same_error_for_a_broken_model_folder(d
     BROKEN[damage](model)
     overrides = [f"policy.model_name={model}", "policy.tokenizer.name=null", "~policy.hf_config_overrides"]
     assert main(["check", "--config", "grpo_tiny.yaml", *overrides]) == 2
-    [text] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: policy.model_name is")]
-    assert str(model) in text
+    [text] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert text.startswith("error: policy.model_name is") and str(model) in text
     for arguments in (["--dry-run"], []):
         assert run(["--config", "grpo_tiny.yaml", *arguments, *overrides]) == 2
         assert text in capsys.readouterr().err

@@ -238,10 +238,13 @@ def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]
             text = str(error) if str(path) in str(error) else f"the tokenizer in {path} cannot be read ({error})"
             yield Finding("error", use.tokenizer_key, f"is {name}: {text}")
             return
-    if folder is None or use.name == TINY_RANDOM == name:
+    if folder is None:
         return
-    size = folder.config["vocab_size"]
-    if largest >= size:
+    size, overridden = folder.config["vocab_size"], f"{use.key.rpartition('.')[0]}.hf_config_overrides.vocab_size"
+    if largest >= size and "vocab_size" in (use.overrides or {}):
+        text = f"is {size}, but the tokens of {use.tokenizer_key} {name} have ids up to {largest}: set at least {largest + 1}"
+        yield Finding("error", overridden, text)
+    elif largest >= size:
         yield Finding(
             "error", use.tokenizer_key, f"is {name}, whose tokens have ids up to {largest}, but {use.key} {use.name} has a vocabulary of {size}: "
             "use the tokenizer of that model"

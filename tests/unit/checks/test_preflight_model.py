@@ -160,6 +160,18 @@ def test_tokenizer_with_more_token_ids_than_the_models_vocabulary_is_an_error(mo
     assert said(grpo(model)) == []
 
 
+def test_vocabulary_that_is_overridden_below_the_tokenizers_is_an_error_that_names_the_override():
+    key, said_of_16 = (
+        "policy.hf_config_overrides.vocab_size",
+        "is 8, but the tokens of policy.tokenizer.name tiny-random",
+    )
+    assert (
+        only(load_grpo_config("grpo_tiny.yaml", [f"{key}=8"]))
+        == f"{key} {said_of_16} have ids up to 15: set at least 16"
+    )
+    assert said(load_grpo_config("grpo_tiny.yaml", [f"{key}=300"])) == []
+
+
 def test_tokenizer_with_far_fewer_token_ids_than_the_models_vocabulary_gives_a_warning(model):
     write_tokenizer(model, 36)
     assert said(grpo(model)) == []  # vocabularies are padded to round sizes

@@ -83,8 +83,7 @@ def _check_use(use: _Use) -> Iterator[Finding]:
     if stops and folder is not None and max(stops) >= (size := folder.config["vocab_size"]):
         text = f"has {max(stops)}, but {use.key} {use.name} has a vocabulary of {size}: give ids of that model, or null"
         yield Finding("error", "policy.generation.stop_token_ids", text)
-    if not use.value_head:  # a critic's tokenizer is never used
-        yield from _check_tokenizer(use, folder)
+    yield from _check_tokenizer(use, folder)
 
 
 def _uses(config: WholeConfig) -> Iterator[_Use]:
@@ -101,9 +100,9 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
     processes = max(trainers_of(config), 1)
     for section in ("policy", "value") if config.has_critic else ("policy",):
         model: TrainedModelConfig = getattr(config, section)
-        tokenizer = model.tokenizer.name or model.model_name
+        tokenizer = config.policy.tokenizer.name or config.policy.model_name  # the critic reads the policy's tokens
         use = _Use(
-            f"{section}.model_name", model.model_name, tokenizer, f"{section}.tokenizer.name", model.backend,
+            f"{section}.model_name", model.model_name, tokenizer, "policy.tokenizer.name", model.backend,
             model.max_total_sequence_length, f"{section}.max_total_sequence_length", model.hf_config_overrides,
             section == "value", model.tensor_parallel(processes), model.tensor_parallel_key(section),
             model.quantization, model,
@@ -246,12 +245,12 @@ def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]
         yield Finding("error", overridden, text)
     elif largest >= size:
         yield Finding(
-            "error", use.tokenizer_key, f"is {name}, whose tokens have ids up to {largest}, but {use.key} {use.name} has a vocabulary of {size}: "
+            "error", use.tokenizer_key, f"is {name}, whose tokens have ids up to {largest}, but the model {use.name} has a vocabulary of {size}: "
             "use the tokenizer of that model"
         )  # fmt: skip
     elif count < _MUCH_SMALLER * size and use.name != TINY_RANDOM:
         yield Finding(
-            "warning", use.tokenizer_key, f"is {name}, which has {count} tokens, while {use.key} {use.name} has a vocabulary of {size}: "
+            "warning", use.tokenizer_key, f"is {name}, which has {count} tokens, while the model {use.name} has a vocabulary of {size}: "
             "is it the tokenizer of that model?"
         )  # fmt: skip
 

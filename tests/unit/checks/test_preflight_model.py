@@ -154,7 +154,7 @@ def test_max_new_tokens_beyond_the_sequence_length_gives_a_warning(model):
 
 def test_tokenizer_with_more_token_ids_than_the_models_vocabulary_is_an_error(model):
     write_tokenizer(model, 40, added=[40])
-    text = f"is {model}, whose tokens have ids up to 40, but policy.model_name {model} has a vocabulary of 40"
+    text = f"is {model}, whose tokens have ids up to 40, but the model {model} has a vocabulary of 40"
     assert f"policy.tokenizer.name {text}" in only(grpo(model))
     write_tokenizer(model, 39, added=[39])
     assert said(grpo(model)) == []
@@ -170,13 +170,16 @@ def test_vocabulary_that_is_overridden_below_the_tokenizers_is_an_error_that_nam
         == f"{key} {said_of_16} have ids up to 15: set at least 16"
     )
     assert said(load_grpo_config("grpo_tiny.yaml", [f"{key}=300"])) == []
+    critic = ["value.hf_config_overrides=null", "++value.hf_config_overrides.vocab_size=8"]
+    assert only(load_ppo_config("ppo_tiny.yaml", critic)).startswith("value.hf_config_overrides.vocab_size is 8, but")
+    assert only(load_ppo_config("ppo_tiny.yaml", [f"{key}=8"])).startswith(key), "one error of policy and critic"
 
 
 def test_tokenizer_with_far_fewer_token_ids_than_the_models_vocabulary_gives_a_warning(model):
     write_tokenizer(model, 36)
     assert said(grpo(model)) == []  # vocabularies are padded to round sizes
     write_tokenizer(model, 35)
-    assert "has 35 tokens, while policy.model_name" in only(grpo(model), "warning")
+    assert "has 35 tokens, while the model" in only(grpo(model), "warning")
 
 
 @pytest.mark.parametrize("content, sentence", [

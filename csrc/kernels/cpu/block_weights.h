@@ -8,6 +8,14 @@ namespace {
 
 constexpr std::int64_t kHalfBlock = kBlockTerms / 2;
 
+/// Calls f with the format as a constant.
+template <class F>
+[[gnu::always_inline]] inline void with_format(BlockFormat format, const F& f) {
+  if (format == BlockFormat::q8_0) f(std::integral_constant<BlockFormat, BlockFormat::q8_0>());
+  else if (format == BlockFormat::q4_0) f(std::integral_constant<BlockFormat, BlockFormat::q4_0>());
+  else f(std::integral_constant<BlockFormat, BlockFormat::nf4>());
+}
+
 [[gnu::always_inline, maybe_unused]] inline float scale_of(const std::byte* block) {
   std::uint16_t bits;
   __builtin_memcpy(&bits, block, sizeof(bits));
@@ -266,6 +274,149 @@ template <BlockFormat kFormat, int kRow, class T>
     _mm512_storeu_si512(out + ldo, _mm512_permutexvar_epi16(_mm512_or_si512(places(1), of_second), both));
   }
 }
+#elif defined(__AVX2__)
+/// Where each byte of a register comes from in its half of another one.
+struct alignas(32) ByteOrder {
+  std::uint8_t from[32];
+  template <class Place>
+  constexpr explicit ByteOrder(const Place& place) : from() {
+    for (int i = 0; i < 32; ++i) from[i] = static_cast<std::uint8_t>(place(i));
+  }
+  [[gnu::always_inline]] __m256i operator()(__m256i bytes) const {
+    return _mm256_shuffle_epi8(bytes, _mm256_load_si256(reinterpret_cast<const __m256i*>(from)));
+  }
+};
+constexpr int kZeroByte = 0x80;
+/// Sixteen bytes of the codes of a row in order.
+template <BlockFormat kFormat>
+constexpr ByteOrder kInOrder([](int i) { return joined_place<kFormat>(i % 16); });
+/// Code kFirst + kStep i at the top of 32-bit lane i, with zeros below, of codes that both halves hold.
+template <BlockFormat kFormat, int kFirst, int kStep>
+constexpr ByteOrder kAtTop([](int i) {
+  return i % 4 == 3 ? joined_place<kFormat>(kFirst + kStep * (i / 4)) : kZeroByte;
+});
+
+/// put(row, other, part, codes) for all bytes of codes of a tile: 16 bytes of a row in the lower half, of another in
+/// the upper one, in the order of the tile.
+template <BlockFormat kFormat, class Put>
+[[gnu::always_inline]] inline void for_each_two_rows(const std::byte* tile, const Put& put) {
+  const std::byte* const codes = tile + kBlockTileRows * scale_bytes(kFormat);
+  const auto load = [&](std::int64_t at) __attribute__((always_inline)) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + at));
+  };
+  for (int half = 0; half < 2; ++half) {
+    if constexpr (kFormat == BlockFormat::q4_0) {
+      const __m256i run[] = {load(32 * half), load(32 * half + 64), load(32 * half + 128), load(32 * half + 192)};
+      const __m256i low = _mm256_unpacklo_epi32(run[0], run[1]), next_low = _mm256_unpacklo_epi32(run[2], run[3]),
+                    high = _mm256_unpackhi_epi32(run[0], run[1]), next_high = _mm256_unpackhi_epi32(run[2], run[3]);
+      put(8 * half, 8 * half + 4, 0, _mm256_unpacklo_epi64(low, next_low));
+      put(8 * half + 1, 8 * half + 5, 0, _mm256_unpackhi_epi64(low, next_low));
+      put(8 * half + 2, 8 * half + 6, 0, _mm256_unpacklo_epi64(high, next_high));
+      put(8 * half + 3, 8 * half + 7, 0, _mm256_unpackhi_epi64(high, next_high));
+    } else {
+      for (int part = 0; part < kCodeParts<kFormat>; ++part)
+        for (int row = 0; row < 8; row += 4) {
+          const std::int64_t at = (half * 2 * kCodeParts<kFormat> + 2 * part) * 64 + 8 * row;
+          const __m256i first = load(at), second = load(at + 64);
+          put(8 * half + row, 8 * half + row + 2, part, _mm256_unpacklo_epi64(first, second));
+          put(8 * half + row + 1, 8 * half + row + 3, part, _mm256_unpackhi_epi64(first, second));
+        }
+    }
+  }
+}
+
+/// The bfloat16 numbers nearest to finite ones, as floats.
+[[gnu::always_inline]] inline __m256 nearest_bfloat16(__m256 v) {
+  const __m256i bits = _mm256_castps_si256(v),
+                odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1)),
+                sum = _mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7fff));
+  return _mm256_castsi256_ps(_mm256_and_si256(sum, _mm256_set1_epi32(-0x10000)));
+}
+
+/// kNormalFloat[lowest four bits of each lane]; a look-up takes three.
+[[gnu::always_inline]] inline __m256 normal_floats(__m256i codes, __m256 low, __m256 high) {
+  return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, codes), _mm256_permutevar8x32_ps(high, codes),
+                          _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
+}
+
+/// out[0, 16) = the weights of sixteen codes of q8_0, which both halves hold.
+[[gnu::always_inline]] inline void put_q8_0(__m256i codes, float scale, float* out) {
+  const __m256 unit = _mm256_set1_ps(scale * 0x1p-24f);
+  const auto weights = [&](const ByteOrder& at_top) __attribute__((always_inline)) {
+    return _mm256_mul_ps(_mm256_cvtepi32_ps(at_top(codes)), unit);
+  };
+  _mm256_storeu_ps(out, weights(kAtTop<BlockFormat::q8_0, 0, 1>));
+  _mm256_storeu_ps(out + 8, weights(kAtTop<BlockFormat::q8_0, 8, 1>));
+}
+[[gnu::always_inline]] inline void put_q8_0(__m256i codes, float scale, bfloat16* out) {
+  const __m256 unit = _mm256_set1_ps(scale * 0x1p-24f);
+  const auto weights = [&](const ByteOrder& at_top) __attribute__((always_inline)) {
+    return _mm256_castps_si256(nearest_bfloat16(_mm256_mul_ps(_mm256_cvtepi32_ps(at_top(codes)), unit)));
+  };
+  const __m256i even = weights(kAtTop<BlockFormat::q8_0, 0, 2>), odd = weights(kAtTop<BlockFormat::q8_0, 1, 2>);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_or_si256(_mm256_srli_epi32(even, 16), odd));
+}
+
+/// The sixteen weights that a block of such a scale may have are made first; its codes choose among them.
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline __m256 levels(int first) {
+  if constexpr (kFormat == BlockFormat::nf4) return _mm256_loadu_ps(kNormalFloat + first);
+  const auto level = static_cast<float>(first - 8);
+  return _mm256_add_ps(_mm256_set1_ps(level), _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7));
+}
+/// out[row ldo + 0 ... 31] and out[other ldo + 0 ... 31] = the weights of two rows of 4-bit codes.
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline void put_4_bits(__m256i codes, const float (&scales)[2], float* const (&out)[2]) {
+  for (int i = 0; i < 2; ++i) {
+    const __m128i of_row = i == 0 ? _mm256_castsi256_si128(codes) : _mm256_extracti128_si256(codes, 1);
+    const __m256 scale = _mm256_set1_ps(scales[i]), low = _mm256_mul_ps(levels<kFormat>(0), scale),
+                 high = _mm256_mul_ps(levels<kFormat>(8), scale);
+    for (int j = 0; j < 2; ++j) {
+      const __m256i lanes = _mm256_cvtepu8_epi32(j == 0 ? of_row : _mm_srli_si128(of_row, 8));
+      _mm256_storeu_ps(out[i] + 8 * j, normal_floats(lanes, low, high));
+      _mm256_storeu_ps(out[i] + 8 * j + 16, normal_floats(_mm256_srli_epi32(lanes, 4), low, high));
+    }
+  }
+}
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline void put_4_bits(__m256i codes, const float (&scales)[2], bfloat16* const (&out)[2]) {
+  const __m256 scale = _mm256_set_m128(_mm_set1_ps(scales[1]), _mm_set1_ps(scales[0]));
+  const auto four = [&](int first) __attribute__((always_inline)) {
+    const __m256 of = levels<kFormat>(first / 8 * 8);
+    const __m256 each = _mm256_permute2f128_ps(of, of, first % 8 == 0 ? 0x00 : 0x11);
+    return _mm256_srli_epi32(_mm256_castps_si256(nearest_bfloat16(_mm256_mul_ps(each, scale))), 16);
+  };
+  const __m256i first = _mm256_packus_epi32(four(0), four(4)), second = _mm256_packus_epi32(four(8), four(12)),
+                byte = _mm256_set1_epi16(0xff);
+  const __m256i low = _mm256_packus_epi16(_mm256_and_si256(first, byte), _mm256_and_si256(second, byte)),
+                high = _mm256_packus_epi16(_mm256_srli_epi16(first, 8), _mm256_srli_epi16(second, 8));
+  for (int j = 0; j < 2; ++j) {
+    const __m256i each = _mm256_and_si256(j == 0 ? codes : _mm256_srli_epi16(codes, 4), _mm256_set1_epi8(15)),
+                  lower = _mm256_shuffle_epi8(low, each), upper = _mm256_shuffle_epi8(high, each),
+                  eight = _mm256_unpacklo_epi8(lower, upper), next = _mm256_unpackhi_epi8(lower, upper);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out[0] + 16 * j), _mm256_permute2x128_si256(eight, next, 0x20));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out[1] + 16 * j), _mm256_permute2x128_si256(eight, next, 0x31));
+  }
+}
+
+/// The scale of row r of a tile.
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline float scale_of_row(const std::byte* tile, std::int64_t r) {
+  const std::byte* const at = tile + r * scale_bytes(kFormat);
+  return kFormat == BlockFormat::nf4 ? single_scale_of(at) : scale_of(at);
+}
+/// Whether a scale of the tile is infinite or no number. Such weights are rounded one by one.
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline bool has_wild_scale(const std::byte* tile) {
+  const __m256i exponent = kFormat == BlockFormat::nf4 ? _mm256_set1_epi32(0x7f800000) : _mm256_set1_epi16(0x7c00);
+  __m256i wild = _mm256_setzero_si256();
+  for (int i = 0; i < kBlockTileRows * scale_bytes(kFormat) / 32; ++i) {
+    const __m256i bits = _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tile) + i), exponent);
+    wild = _mm256_or_si256(
+        wild, kFormat == BlockFormat::nf4 ? _mm256_cmpeq_epi32(bits, exponent) : _mm256_cmpeq_epi16(bits, exponent));
+  }
+  return !_mm256_testz_si256(wild, wild);
+}
 #endif
 
 /// out[16][32], ldo apart = the weights of a tile.
@@ -277,6 +428,20 @@ inline void unpack_tile(const std::byte* tile, T* out, std::int64_t ldo) {
     (unpack_two_rows<kFormat, 2 * kPair>(tile, codes, out + 2 * kPair * ldo, ldo), ...);
   }(std::make_integer_sequence<int, kBlockTileRows / 2>());
 #else
+#if defined(__AVX2__)
+  if (!has_wild_scale<kFormat>(tile))
+    return for_each_two_rows<kFormat>(
+        tile, [&](int row, int other, int part, __m256i codes) __attribute__((always_inline)) {
+          const float scales[] = {scale_of_row<kFormat>(tile, row), scale_of_row<kFormat>(tile, other)};
+          T* const rows[] = {out + row * ldo, out + other * ldo};
+          if constexpr (kFormat == BlockFormat::q8_0) {
+            put_q8_0(_mm256_permute2x128_si256(codes, codes, 0x00), scales[0], rows[0] + 16 * part);
+            put_q8_0(_mm256_permute2x128_si256(codes, codes, 0x11), scales[1], rows[1] + 16 * part);
+          } else {
+            put_4_bits<kFormat>(kInOrder<kFormat>(codes), scales, rows);
+          }
+        });
+#endif
   for (std::int64_t r = 0; r < kBlockTileRows; ++r) unpack_row<kFormat>(tile, r, out + r * ldo);
 #endif
 }

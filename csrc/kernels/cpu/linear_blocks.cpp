@@ -17,14 +17,6 @@ std::uint16_t half_bits_of(float value) {
   return static_cast<std::uint16_t>(sign | ((magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13));
 }
 
-/// Calls f with the format as a constant.
-template <class F>
-void with_format(BlockFormat format, const F& f) {
-  if (format == BlockFormat::q8_0) f(std::integral_constant<BlockFormat, BlockFormat::q8_0>());
-  else if (format == BlockFormat::q4_0) f(std::integral_constant<BlockFormat, BlockFormat::q4_0>());
-  else f(std::integral_constant<BlockFormat, BlockFormat::nf4>());
-}
-
 /// The tile of block b of row n.
 template <class Byte>
 Byte* tile_of(BlockFormat format, Byte* tiles, std::int64_t n, std::int64_t b, std::int64_t K) {

@@ -87,9 +87,7 @@ void run_block_tiles(const LinearInput<bfloat16>& p, BlockFormat format, std::in
       with_constant<2>(p.M > kTileRows ? 2 : 1, [&](auto columns) {
         float* const out = by_column + i * kLinearTileN * kMostRows;
         const auto strip = strip_of(t, i);
-        if (format == BlockFormat::q8_0) multiply_strip<BlockFormat::q8_0, columns()>(tiles, strip, p, out);
-        else if (format == BlockFormat::q4_0) multiply_strip<BlockFormat::q4_0, columns()>(tiles, strip, p, out);
-        else multiply_strip<BlockFormat::nf4, columns()>(tiles, strip, p, out);
+        with_format(format, [&](auto f) { multiply_strip<f(), columns()>(tiles, strip, p, out); });
       });
     const auto store = store_of(t);
     for (std::int64_t first = 0; first < p.M; first += V::kLanes) {

@@ -1,5 +1,6 @@
 // Weights in blocks (kernels/weight_blocks.h): tiles keep the blocks of a file, and products with few rows of x have
-// the bits of the tile instruction's rules (tile_rules.h) with the unpacked weights.
+// the bits of those with the unpacked weights, by the tile instruction's rules (tile_rules.h) or by the same
+// processor's product.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -17,17 +18,26 @@ namespace {
 constexpr BlockFormat kFormats[] = {BlockFormat::q8_0, BlockFormat::q4_0, BlockFormat::nf4};
 constexpr std::int64_t kRows = 53, K = 96;
 
-/// Blocks with every code, whose scales are powers of two: `exponent` gives that of row n and block b.
-int exponent(std::int64_t n, std::int64_t b) { return static_cast<int>((n + 3 * b) % 7) - 5; }
+/// The bits of the scale of row n and block b in float16: of either sign, with few zeros among its ten last bits.
+std::uint16_t scale_bits(std::int64_t n, std::int64_t b) {
+  const std::int64_t sign = n % 3 == 1, exponent = (n + 3 * b) % 7 + 10, mantissa = (389 * n + 57 * b) % 1024;
+  return static_cast<std::uint16_t>(sign << 15 | exponent << 10 | mantissa);
+}
+float scale_of(std::int64_t n, std::int64_t b) {
+  const unsigned bits = scale_bits(n, b);
+  const float magnitude =
+      std::ldexp(1.0f + static_cast<float>(bits % 1024) / 1024, static_cast<int>(bits >> 10 & 31) - 15);
+  return bits >> 15 ? -magnitude : magnitude;
+}
 
 std::vector<std::byte> drawn_blocks(BlockFormat format) {
   std::mt19937 random(7);
   std::vector<std::byte> rows(static_cast<std::size_t>(kRows * block_row_bytes(format, K)));
   for (auto& byte : rows) byte = static_cast<std::byte>(random());
   for (std::int64_t block = 0; block < kRows * K / kBlockTerms; ++block) {
-    const int power = exponent(block / (K / kBlockTerms), block % (K / kBlockTerms));
-    const float single = std::ldexp(1.0f, power);
-    const auto half = static_cast<std::uint16_t>((power + 15) << 10);
+    const std::int64_t n = block / (K / kBlockTerms), b = block % (K / kBlockTerms);
+    const float single = scale_of(n, b);
+    const std::uint16_t half = scale_bits(n, b);
     std::memcpy(&rows[static_cast<std::size_t>(block * block_bytes(format))],
                 format == BlockFormat::nf4 ? static_cast<const void*>(&single) : &half,
                 static_cast<std::size_t>(scale_bytes(format)));
@@ -40,7 +50,7 @@ float weight(BlockFormat format, const std::vector<std::byte>& rows, std::int64_
   const std::int64_t b = k / kBlockTerms, i = k % kBlockTerms;
   const std::byte* const codes =
       &rows[static_cast<std::size_t>(n * block_row_bytes(format, K) + b * block_bytes(format) + scale_bytes(format))];
-  const float scale = std::ldexp(1.0f, exponent(n, b));
+  const float scale = scale_of(n, b);
   if (format == BlockFormat::q8_0) return scale * static_cast<float>(static_cast<std::int8_t>(codes[i]));
   const int code = static_cast<int>(codes[i % 16]) >> (i < 16 ? 0 : 4) & 15;
   return scale * (format == BlockFormat::nf4 ? kNormalFloat[code] : static_cast<float>(code - 8));
@@ -61,18 +71,24 @@ struct FewRows {
   LinearPack<bfloat16>* pack;
   LinearForwardBlocks<float>* forward;
   BlockProductRows* most_rows;
+  LinearForward<bfloat16, float>* unpacked = nullptr;  ///< null: the rules of tiles
 };
 
-std::vector<FewRows> tile_kernels() {
+std::vector<FewRows> few_rows_kernels() {
   std::vector<FewRows> all;
 #if defined(__x86_64__)
-#define NRL_FEW_ROWS(variant)                                                                                 \
-  {                                                                                                           \
-    #variant, variant::linear_pack_bf16, variant::linear_forward_blocks_bf16_f32, variant::block_product_rows \
+#define NRL_FEW_ROWS(variant) \
+  #variant, variant::linear_pack_bf16, variant::linear_forward_blocks_bf16_f32, variant::block_product_rows
+  if (has_software_tiles()) {  // which need the same
+    all.push_back({NRL_FEW_ROWS(avx2), avx2::linear_forward_bf16_f32});
+    all.push_back({NRL_FEW_ROWS(software_tiles)});
   }
-  if (has_software_tiles()) all.push_back(NRL_FEW_ROWS(software_tiles));
-  if (has_software_tiles_avx512()) all.push_back(NRL_FEW_ROWS(software_tiles_avx512));
-  if (has_amx_tiles()) all.push_back(NRL_FEW_ROWS(amx));
+  if (has_software_tiles_avx512()) {
+    all.push_back({NRL_FEW_ROWS(software_tiles_avx512)});
+    if (__builtin_cpu_supports("avx512bf16"))
+      all.push_back({NRL_FEW_ROWS(avx512_bf16), avx512_bf16::linear_forward_bf16_f32});
+  }
+  if (has_amx_tiles()) all.push_back({NRL_FEW_ROWS(amx)});
 #endif
   return all;
 }
@@ -107,25 +123,33 @@ TEST(WeightBlocks, UnpackedWeightsAreScaleTimesCode) {
   }
 }
 
-TEST(WeightBlocks, ProductsOfFewRowsByTilesHaveTheBitsOfTheRules) {
-  for (const auto& with : tile_kernels())
+TEST(WeightBlocks, ProductsOfFewRowsHaveTheBitsOfThoseWithUnpackedWeights) {
+  for (const auto& with : few_rows_kernels())
     for (const auto format : kFormats) {
       const auto rows = drawn_blocks(format), tiles = tiles_of(format, rows);
-      for (const std::int64_t M : {1, 7, 16, 17, 32}) {
-        ASSERT_LE(M, with.most_rows());
+      std::vector<bfloat16> w;
+      for (std::int64_t i = 0; i < kRows * K; ++i) w.emplace_back(weight(format, rows, i / K, i % K));
+      for (const std::int64_t M : {1, 2, 7, 8, 16, 17, 32}) {
+        if (M > with.most_rows()) continue;
         const auto x = drawn(M * K, Values::spread, 3);
         Room packed(linear_packed_bytes(M, K, 2));
         const LinearInput<bfloat16> input{x.data(), K, M, K, packed.get()};
         with.pack(input, 0, (M + kLinearTileM - 1) / kLinearTileM);
-        std::vector<float> y(static_cast<std::size_t>(M * kRows), NAN);
+        std::vector<float> y(static_cast<std::size_t>(M * kRows), NAN), expected = y;
         with.forward({input, nullptr, 0, nullptr, y.data(), kRows, kRows, false}, {format, tiles.data()}, 0,
                      (kRows + kLinearTileN - 1) / kLinearTileN, false);
+        if (with.unpacked)
+          with.unpacked({input, w.data(), K, nullptr, expected.data(), kRows, kRows, false}, 0,
+                        LinearTiles(M, kRows, K).count(), false);
         for (std::int64_t i = 0; i < M * kRows; ++i) {
-          const float expected = tile_sum(
-              K, [&](std::int64_t k) { return static_cast<float>(bfloat16(weight(format, rows, i % kRows, k))); },
-              [&](std::int64_t k) { return static_cast<float>(x[static_cast<std::size_t>(i / kRows * K + k)]); }, 0.0f);
-          ASSERT_EQ(y[static_cast<std::size_t>(i)], expected)
-              << with.name << " " << static_cast<int>(format) << " " << i;
+          const auto at = [](const auto& values, std::int64_t place) {
+            return static_cast<float>(values[static_cast<std::size_t>(place)]);
+          };
+          if (!with.unpacked)
+            expected[static_cast<std::size_t>(i)] = tile_sum(
+                K, [&](std::int64_t k) { return at(w, i % kRows * K + k); },
+                [&](std::int64_t k) { return at(x, i / kRows * K + k); }, 0.0f);
+          ASSERT_EQ(at(y, i), at(expected, i)) << with.name << " " << static_cast<int>(format) << " " << i;
         }
       }
     }

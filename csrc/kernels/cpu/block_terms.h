@@ -1,0 +1,142 @@
+// Weights in blocks as floats in registers, a term at a time, with rows of w in the lanes: for products of few rows of
+// x (block_rows.h) by a processor that has no products of pairs.
+//
+// q8_0 and q4_0: a 32-bit lane holds codes of four terms of a row. Each in turn is shuffled to the top of its lane,
+// with zeros below: a whole number, which times scale · 2^-24 is a weight of at most 19 bits. Added to 2^16 of itself
+// it is rounded at the last bit that bfloat16 keeps of it, and a tie goes to the even number. A zero has no sign here,
+// and infinite scales give no number. Sums that this could change are zero or not finite; they are formed again from
+// unpacked weights. The codes of nf4 are looked up.
+#pragma once
+#include "kernels/cpu/block_weights.h"
+#include "kernels/linear.h"
+
+namespace nemo_rl::kernels::NRL_CAPABILITY {
+namespace {
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kTermLanes = kRegisterLanes<float>;  ///< rows of w
+constexpr int kTileHalves = static_cast<int>(kBlockTileRows) / kTermLanes;
+constexpr int kTermSteps = 4, kStepTerms = static_cast<int>(kBlockTerms) / kTermSteps;
+
+/// Byte kByte of every 32-bit lane at its top, with zeros below.
+template <int kByte>
+constexpr ByteOrder kLaneTop([](int i) { return i % 4 == 3 ? i % 16 - 3 + kByte : kZeroByte; });
+
+/// The weights of half the rows of a tile.
+template <BlockFormat kFormat>
+class BlockTerms {
+ public:
+  [[gnu::always_inline]] void read(const std::byte* tile, int half) {
+    codes_ = tile + kBlockTileRows * scale_bytes(kFormat) + half * kHalfBytes;
+    if constexpr (kNormal) scales_ = _mm256_loadu_ps(reinterpret_cast<const float*>(tile) + half * kTermLanes);
+    else
+      scales_ = _mm256_mul_ps(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(tile) + half)),
+                              _mm256_set1_ps(kLanesOfRows ? 0x1p-28f : 0x1p-24f));
+    scales_ = rows_in_lanes(scales_);
+    if constexpr (kNormal) not_finite_ = _mm256_fmadd_ps(scales_, _mm256_setzero_ps(), not_finite_);
+    else up_ = _mm256_mul_ps(scales_, _mm256_set1_ps(0x1p16f));
+  }
+
+  /// The codes of terms 8 step to 8 step + 7, in two registers.
+  [[gnu::always_inline]] void step(int step, __m256i (&codes)[2]) const {
+    const int run = kFormat == BlockFormat::q8_0 ? step : kLanesOfRows ? step % 2 * 2 : step % 2;
+    const std::byte* const at = codes_ + 64 * run;
+    if constexpr (kLanesOfRows) {
+      for (int i = 0; i < 2; ++i) {  // (code - 8) · 16 as a signed byte
+        const __m256i both = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + 64 * i)),
+                                              _mm256_set1_epi8(static_cast<char>(0x88)));
+        codes[i] = _mm256_and_si256(step < kTermSteps / 2 ? _mm256_slli_epi16(both, 4) : both,
+                                    _mm256_set1_epi8(static_cast<char>(0xf0)));
+      }
+    } else {
+      const __m256 low = _mm256_loadu_ps(reinterpret_cast<const float*>(at)),
+                   high = _mm256_loadu_ps(reinterpret_cast<const float*>(at + 32));
+      codes[0] = _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0x88));
+      codes[1] = _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0xdd));
+      if (kNormal && step >= kTermSteps / 2)
+        codes[0] = _mm256_srli_epi32(codes[0], 4), codes[1] = _mm256_srli_epi32(codes[1], 4);
+    }
+  }
+  /// Term kTerm of a step.
+  template <int kTerm>
+  [[gnu::always_inline]] __m256 weight(const __m256i (&codes)[2]) const {
+    constexpr int kPlace = kLanesOfRows ? joined_place<BlockFormat::q4_0>(kTerm % 4) : kTerm / 2;
+    const __m256i of = codes[kLanesOfRows ? kTerm / 4 : kTerm % 2];
+    if constexpr (kNormal)
+      return nearest_bfloat16(
+          _mm256_mul_ps(normal_floats(_mm256_srli_epi32(of, 8 * kPlace), _mm256_loadu_ps(kNormalFloat),
+                                      _mm256_loadu_ps(kNormalFloat + 8)),
+                        scales_));
+    const __m256 whole = _mm256_cvtepi32_ps(kLaneTop<kPlace>(of)), far = _mm256_mul_ps(whole, up_);
+    return _mm256_sub_ps(_mm256_fmadd_ps(whole, scales_, far), far);
+  }
+  /// Sums in the order of the rows; NaN where a scale of nf4 was not finite.
+  [[gnu::always_inline]] __m256 whole(__m256 sums) const {
+    return rows_in_lanes(kNormal ? _mm256_add_ps(sums, not_finite_) : sums);
+  }
+
+ private:
+  static constexpr bool kLanesOfRows = kFormat == BlockFormat::q4_0, kNormal = kFormat == BlockFormat::nf4;
+  static constexpr std::int64_t kHalfBytes =
+      kLanesOfRows ? 32 : kTermLanes * (block_bytes(kFormat) - scale_bytes(kFormat));
+
+  /// step() leaves rows 2 and 3 and rows 4 and 5 exchanged where a row has 64 bits.
+  [[gnu::always_inline]] static __m256 rows_in_lanes(__m256 rows) {
+    if constexpr (kLanesOfRows) return rows;
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(rows), 0xd8));
+  }
+
+  const std::byte* codes_;
+  __m256 scales_, up_, not_finite_ = _mm256_setzero_ps();
+};
+
+/// sums[r][width] = kHalves halves of the 16 rows of w whose tiles follow `tiles`, from `first` on, times kRows rows of
+/// packed x.
+template <BlockFormat kFormat, int kRows, int kHalves>
+[[gnu::noinline]] void multiply_halves(const LinearInput<bfloat16>& p, const std::byte* tiles, int first,
+                                       std::int64_t ahead, float* sums, std::int64_t width) {
+  __m256 chains[kRows][kHalves];
+  for (auto& row : chains)
+    for (auto& chain : row) chain = _mm256_setzero_ps();
+  const auto* x = static_cast<const float*>(p.packed);
+  const std::int64_t row_step = packed_row_words<bfloat16>(p.K);
+  BlockTerms<kFormat> terms[kHalves];
+  for (std::int64_t block = 0; block < p.K / kBlockTerms; ++block, tiles += block_tile_bytes(kFormat)) {
+    ask_for<kFormat>(tiles + ahead);
+    for (int half = 0; half < kHalves; ++half) terms[half].read(tiles, first + half);
+#pragma GCC unroll 4
+    for (int step = 0; step < kTermSteps; ++step, x += kStepTerms) {
+      __m256i codes[kHalves][2];
+      for (int half = 0; half < kHalves; ++half) terms[half].step(step, codes[half]);
+      [&]<int... kTerm>(std::integer_sequence<int, kTerm...>) __attribute__((always_inline)) {
+        const auto add = [&]<int kEach>() __attribute__((always_inline)) {
+          for (int half = 0; half < kHalves; ++half) {
+            const __m256 weights = terms[half].template weight<kEach>(codes[half]);
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r)
+              chains[r][half] =
+                  _mm256_fmadd_ps(weights, _mm256_broadcast_ss(x + r * row_step + kEach), chains[r][half]);
+          }
+        };
+        (add.template operator()<kTerm>(), ...);
+      }(std::make_integer_sequence<int, kStepTerms>());
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int half = 0; half < kHalves; ++half)
+      _mm256_storeu_ps(sums + r * width + (first + half) * kTermLanes, terms[half].whole(chains[r][half]));
+}
+
+/// sums[r][width] = kGroups times 16 rows of w, whose tiles follow rows[group], times kRows rows of packed x.
+template <BlockFormat kFormat, int kRows, int kGroups>
+void multiply_groups(const LinearInput<bfloat16>& p, const std::byte* const* rows, std::int64_t ahead, float* sums,
+                     std::int64_t width) {
+  constexpr int kAtOnce = kRows <= 4 ? kTileHalves : 1;  // more sums do not fit into registers
+  for (int g = 0; g < kGroups; ++g)
+    for (int half = 0; half < kTileHalves; half += kAtOnce)
+      multiply_halves<kFormat, kRows, kAtOnce>(p, rows[g], half, ahead, sums + g * kBlockTileRows, width);
+}
+#endif
+
+}  // namespace
+}  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -106,7 +106,7 @@ struct WeightBlocks {
 
 /// The most rows of x whose products unpack w between the tiles that multiply it, instead of a strip of w first. 0:
 /// this capability has no such kernels.
-using BlockProductRows = std::int64_t();
+using BlockProductRows = std::int64_t(BlockFormat format);
 NRL_DECLARE_TILE_KERNEL(block_product_rows, BlockProductRows);
 
 /// linear_forward and linear_swiglu of up to so many rows of x, with all rows of w at `w`; args.w is not read.

@@ -369,8 +369,8 @@ void gemm(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::T
   throw ArgumentError(detail::concat(op, ": no product of ", c10::toString(type), " into ", c10::toString(out)));
 }
 
-bool are_few_for_blocks(const at::Tensor& x) {
-  return x.scalar_type() == at::kBFloat16 && x.size(0) <= kernels::block_product_rows();
+bool are_few_for_blocks(const at::Tensor& x, const BlockMatrix& w) {
+  return x.scalar_type() == at::kBFloat16 && x.size(0) <= kernels::block_product_rows(w.format());
 }
 
 /// The product of few rows: the kernel itself unpacks w.
@@ -412,9 +412,9 @@ void forward_blocks(const at::Tensor& x, const BlockMatrix& w, const std::option
                 "linear_forward: x ", x.sizes(), ", blocks of [", w.rows(), ", ", w.columns(), "], y ", y.sizes(),
                 " or their dtypes do not match");
   if (y.numel() == 0) return;
-  if (are_few_for_blocks(x) && y.scalar_type() == at::kBFloat16)
+  if (are_few_for_blocks(x, w) && y.scalar_type() == at::kBFloat16)
     return few_rows_of_blocks<bfloat16>(kernels::linear_forward_blocks_bf16, x, w, bias, y, accumulate);
-  if (are_few_for_blocks(x) && y.scalar_type() == at::kFloat)
+  if (are_few_for_blocks(x, w) && y.scalar_type() == at::kFloat)
     return few_rows_of_blocks<float>(kernels::linear_forward_blocks_bf16_f32, x, w, bias, y, accumulate);
   forward_on_cpu(x, w, bias, y, accumulate);
 }
@@ -432,7 +432,7 @@ void swiglu_blocks(const at::Tensor& x, const BlockMatrix& w, const std::optiona
                 "linear_swiglu: x ", x.sizes(), ", blocks of [", w.rows(), ", ", w.columns(), "], act ", act.sizes(),
                 " or their dtypes do not match");
   if (act.numel() == 0) return;
-  if (are_few_for_blocks(x) && I % kernels::kBlockTileRows == 0)
+  if (are_few_for_blocks(x, w) && I % kernels::kBlockTileRows == 0)
     return few_rows_of_gated_blocks(x, w, bias, gate_up, act);
   swiglu_on_cpu(x, w, bias, gate_up, act);
 }

@@ -10,14 +10,30 @@ namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
 #if defined(__AVX512BF16__) || (defined(__AVX2__) && !defined(__AVX512F__))
-constexpr std::int64_t kMostBlockRows = kLinearFewRows;        ///< of x
-constexpr int kBlockGroup = static_cast<int>(kBlockTileRows);  ///< rows of w
+constexpr bool kBlockPanels = Terms<bfloat16>::kPerWord == 1;  ///< more rows of x than few share unpacked weights
+constexpr std::int64_t kMostBlockRows = kBlockPanels ? kBlockPanelRows : kLinearFewRows;  ///< of x
+constexpr int kBlockGroup = static_cast<int>(kBlockTileRows);                             ///< rows of w
 constexpr int kBlockGroups = static_cast<int>(kLinearTileN) / kBlockGroup;
 
-/// The sums of 16 rows of w with one row of packed x: from unpacked weights.
+/// A row of packed x.
+struct PackedRow {
+  const Terms<bfloat16>::Word* at;
+  std::int64_t step = 1;  ///< from word to word
+  PackedRow(const LinearInput<bfloat16>& p, std::int64_t r) : at(static_cast<const Terms<bfloat16>::Word*>(p.packed)) {
+    if (p.M <= kLinearFewRows) {
+      at += r * packed_row_words<bfloat16>(p.K);
+    } else {
+      constexpr std::int64_t kPanel = kPanelRows<bfloat16>, kLanes = Terms<bfloat16>::V::kLanes;
+      const std::int64_t first = r / kPanel * kPanel;
+      at += first * words_of<bfloat16>(p.K) + r % kPanel;
+      step = (smaller(p.M - first, kPanel) + kLanes - 1) / kLanes * kLanes;
+    }
+  }
+};
+
+/// The sums of 16 rows of w with a row of x: from unpacked weights.
 template <BlockFormat kFormat>
-[[gnu::noinline]] void unpacked_sums(const std::byte* tile, std::int64_t K, const Terms<bfloat16>::Word* x,
-                                     float* sums) {
+[[gnu::noinline]] void unpacked_sums(const std::byte* tile, std::int64_t K, PackedRow x, float* sums) {
   using X = Terms<bfloat16>;
   constexpr int kRows = X::V::kLanes, kParts = kBlockGroup / kRows;
   bfloat16 terms[kBlockGroup][kBlockTerms];
@@ -27,9 +43,9 @@ template <BlockFormat kFormat>
   for (auto& part : sum) part = X::V{};
   for (std::int64_t block = 0; block < K / kBlockTerms; ++block, tile += block_tile_bytes(kFormat)) {
     unpack_tile<kFormat>(tile, terms[0], kBlockTerms);
-    for (std::int64_t k = 0; k < kBlockTerms; k += X::kPerWord, ++x)
+    for (std::int64_t k = 0; k < kBlockTerms; k += X::kPerWord, x.at += x.step)
       for (int i = 0; i < kParts; ++i)
-        sum[i] = X::multiply_add(gathered<bfloat16>(at + i * kRows, k, kBlockTerms), X::V(*x), sum[i]);
+        sum[i] = X::multiply_add(gathered<bfloat16>(at + i * kRows, k, kBlockTerms), X::V(*x.at), sum[i]);
   }
   for (int i = 0; i < kParts; ++i) store(sums + i * kRows, sum[i]);
 }
@@ -41,22 +57,23 @@ bool any_zero_or_not_finite(const float* sums) {
   return any;
 }
 
-/// sums[r][width] of a strip's 48 rows of w.
+/// sums[r][width] of a strip's 48 rows of w. kRows 0: of more rows of x than few.
 template <BlockFormat kFormat, int kRows>
 void multiply_strip(const LinearInput<bfloat16>& p, const BlockStrip& strip, float* sums, std::int64_t width) {
-  constexpr int kAtOnce = kRows <= 2 ? kBlockGroups : 1;  // chains enough that none waits for its last sum
+  constexpr int kAtOnce =
+      kRows == 1 || kRows == 2 ? kBlockGroups : 1;  // chains enough that none waits for its last sum
   const std::int64_t row_bytes = block_row_bytes(kFormat, p.K);
   const std::byte* rows[kBlockGroups];
   for (int g = 0; g < kBlockGroups; ++g) rows[g] = strip.rows(g, row_bytes);
-  for (int g = 0; g < kBlockGroups; g += kAtOnce)
-    multiply_groups<kFormat, kRows, kAtOnce>(p, rows + g, strip.ahead, sums + g * kBlockGroup, width);
+  for (int g = 0; g < kBlockGroups; g += kAtOnce) {
+    float* const out = sums + g * kBlockGroup;
+    if constexpr (kRows > 0) multiply_groups<kFormat, kRows, kAtOnce>(p, rows + g, strip.ahead, out, width);
+    else multiply_panels<kFormat>(p, rows[g], strip.ahead, out, width);
+  }
   for (std::int64_t r = 0; r < p.M; ++r)
     for (int g = 0; g < kBlockGroups; ++g) {
       float* const at = sums + r * width + g * kBlockGroup;
-      if (any_zero_or_not_finite(at))
-        unpacked_sums<kFormat>(
-            rows[g], p.K, static_cast<const Terms<bfloat16>::Word*>(p.packed) + r * packed_row_words<bfloat16>(p.K),
-            at);
+      if (any_zero_or_not_finite(at)) unpacked_sums<kFormat>(rows[g], p.K, PackedRow(p, r), at);
     }
 }
 
@@ -66,17 +83,18 @@ void run_block_strips(const LinearInput<bfloat16>& p, BlockFormat format, std::i
                       const StripOf& strip_of, const StoreOf& store_of) {
   constexpr std::int64_t kWidth = kStrips * kLinearTileN;
   alignas(64) float sums[kMostBlockRows * kWidth];
-  with_constant<kMostBlockRows>(static_cast<int>(p.M), [&](auto rows) {
-    constexpr int kRows = rows();
+  const auto run = [&](auto rows) {
     for (std::int64_t t = begin; t < end; ++t) {
-      for (int i = 0; i < kStrips; ++i) {
-        float* const out = sums + i * kLinearTileN;
-        with_format(format, [&](auto f) { multiply_strip<f(), kRows>(p, strip_of(t, i), out, kWidth); });
-      }
+      for (int i = 0; i < kStrips; ++i)
+        with_format(format,
+                    [&](auto f) { multiply_strip<f(), rows()>(p, strip_of(t, i), sums + i * kLinearTileN, kWidth); });
       const auto store = store_of(t);
       for (std::int64_t m = 0; m < p.M; ++m) store(m, sums + m * kWidth);
     }
-  });
+  };
+  if constexpr (kBlockPanels)
+    if (p.M > kLinearFewRows) return run(std::integral_constant<int, 0>());
+  with_constant<kLinearFewRows>(static_cast<int>(p.M), run);
 }
 #else
 constexpr std::int64_t kMostBlockRows = 0;

@@ -8,7 +8,7 @@
 // unpacked weights. The codes of nf4 are looked up.
 #pragma once
 #include "kernels/cpu/block_weights.h"
-#include "kernels/linear.h"
+#include "kernels/cpu/linear_panel.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -69,6 +69,17 @@ class BlockTerms {
                         scales_));
     const __m256 whole = _mm256_cvtepi32_ps(kLaneTop<kPlace>(of)), far = _mm256_mul_ps(whole, up_);
     return _mm256_sub_ps(_mm256_fmadd_ps(whole, scales_, far), far);
+  }
+  /// out[term][16] = all terms.
+  [[gnu::always_inline]] void put(float* out) const {
+#pragma GCC unroll 4
+    for (int each = 0; each < kTermSteps; ++each) {
+      __m256i codes[2];
+      step(each, codes);
+      [&]<int... kTerm>(std::integer_sequence<int, kTerm...>) __attribute__((always_inline)) {
+        (_mm256_store_ps(out + (each * kStepTerms + kTerm) * kBlockTileRows, weight<kTerm>(codes)), ...);
+      }(std::make_integer_sequence<int, kStepTerms>());
+    }
   }
   /// Sums in the order of the rows; NaN where a scale of nf4 was not finite.
   [[gnu::always_inline]] __m256 whole(__m256 sums) const {
@@ -135,6 +146,68 @@ void multiply_groups(const LinearInput<bfloat16>& p, const std::byte* const* row
   for (int g = 0; g < kGroups; ++g)
     for (int half = 0; half < kTileHalves; half += kAtOnce)
       multiply_halves<kFormat, kRows, kAtOnce>(p, rows[g], half, ahead, sums + g * kBlockTileRows, width);
+}
+
+/// sums[r][width], 16 of a row, = or += `terms` terms of kRows rows of packed x times w[term][16].
+template <int kRows>
+[[gnu::noinline]] void add_terms(const float* x, std::int64_t step, const float* w, std::int64_t terms, bool goes_on,
+                                 float* sums, std::int64_t width) {
+  __m256 chains[kRows][kTileHalves];
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) {
+    chains[r][0] = goes_on ? _mm256_loadu_ps(sums + r * width) : _mm256_setzero_ps();
+    chains[r][1] = goes_on ? _mm256_loadu_ps(sums + r * width + kTermLanes) : _mm256_setzero_ps();
+  }
+  for (std::int64_t k = 0; k < terms; ++k, x += step, w += kBlockTileRows) {
+    const __m256 low = _mm256_load_ps(w), high = _mm256_load_ps(w + kTermLanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+      const __m256 each = _mm256_broadcast_ss(x + r);
+      chains[r][0] = _mm256_fmadd_ps(low, each, chains[r][0]);
+      chains[r][1] = _mm256_fmadd_ps(high, each, chains[r][1]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) {
+    _mm256_storeu_ps(sums + r * width, chains[r][0]);
+    _mm256_storeu_ps(sums + r * width + kTermLanes, chains[r][1]);
+  }
+}
+
+/// sums[r][width] = 16 rows of w times more rows of packed x, which lie side by side in panels: these share the weights
+/// of some terms at a time, which stay in the nearest cache.
+template <BlockFormat kFormat>
+[[gnu::noinline]] void multiply_panels(const LinearInput<bfloat16>& p, const std::byte* tiles, std::int64_t ahead,
+                                       float* sums, std::int64_t width) {
+  constexpr std::int64_t kTerms = 2 * kBlockTerms, kPanel = kPanelRows<bfloat16>, kGroup = 6;
+  alignas(64) float w[kTerms * kBlockTileRows];
+  BlockTerms<kFormat> halves[kTileHalves];
+  for (std::int64_t k = 0; k < p.K; k += kTerms) {
+    const std::int64_t terms = smaller(p.K - k, kTerms);
+    for (std::int64_t block = 0; block < terms / kBlockTerms; ++block, tiles += block_tile_bytes(kFormat)) {
+      ask_for<kFormat>(tiles + ahead);
+      for (int half = 0; half < kTileHalves; ++half) {
+        halves[half].read(tiles, half);
+        halves[half].put(w + block * kBlockTerms * kBlockTileRows + half * kTermLanes);
+      }
+    }
+    for (std::int64_t m = 0; m < p.M; m += kPanel) {
+      const std::int64_t rows = smaller(p.M - m, kPanel), step = (rows + kTermLanes - 1) / kTermLanes * kTermLanes;
+      const float* const x = static_cast<const float*>(p.packed) + m * p.K + k * step;
+      for (std::int64_t r = 0, taken; r < rows; r += taken) {
+        taken = (rows - r + (rows - r + kGroup - 1) / kGroup - 1) /
+                ((rows - r + kGroup - 1) / kGroup);  // of nearly one size
+        with_constant<kGroup>(static_cast<int>(taken), [&](auto n) {
+          add_terms<n()>(x + r, step, w, terms, k > 0, sums + (m + r) * width, width);
+        });
+      }
+    }
+  }
+  for (std::int64_t m = 0; m < p.M; ++m)
+    for (int half = 0; half < kTileHalves; ++half) {
+      float* const at = sums + m * width + half * kTermLanes;
+      _mm256_storeu_ps(at, halves[half].whole(_mm256_loadu_ps(at)));
+    }
 }
 #endif
 

@@ -191,7 +191,9 @@ void read_block_rows(BlockFormat any, const std::byte* tiles, std::int64_t first
   });
 }
 
-std::int64_t block_product_rows() { return kMostBlockRows; }
+std::int64_t block_product_rows(BlockFormat format) {  // look-ups of nf4 pay for few rows only
+  return format == BlockFormat::nf4 ? smaller(kMostBlockRows, kLinearFewRows) : kMostBlockRows;
+}
 void linear_forward_blocks_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, const WeightBlocks& w, std::int64_t b,
                                 std::int64_t e, bool more) {
   forward_blocks(p, w, b, e, more, kRunStrips<1>);

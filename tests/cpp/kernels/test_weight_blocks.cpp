@@ -129,8 +129,8 @@ TEST(WeightBlocks, ProductsOfFewRowsHaveTheBitsOfThoseWithUnpackedWeights) {
       const auto rows = drawn_blocks(format), tiles = tiles_of(format, rows);
       std::vector<bfloat16> w;
       for (std::int64_t i = 0; i < kRows * K; ++i) w.emplace_back(weight(format, rows, i / K, i % K));
-      for (const std::int64_t M : {1, 2, 7, 8, 16, 17, 32}) {
-        if (M > with.most_rows()) continue;
+      for (const std::int64_t M : {1, 2, 7, 8, 9, 16, 17, 24, 32}) {
+        if (M > with.most_rows(format)) continue;
         const auto x = drawn(M * K, Values::spread, 3);
         Room packed(linear_packed_bytes(M, K, 2));
         const LinearInput<bfloat16> input{x.data(), K, M, K, packed.get()};

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from nemo_rl_cpp.config.access import as_written
 from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig, too_few_rows
@@ -106,6 +107,24 @@ def data_sections(data: DataConfig | EvalDataConfig, evaluation: bool) -> Iterat
         for i, section in enumerate(given if isinstance(given, list) else [] if given is None else [given]):
             where = f"data.{side}.{i}" if isinstance(given, list) else f"data.{side}"
             yield where, {**(plain.get("default") or {}), **section}
+
+
+class Lengths(NamedTuple):
+    """The mean number of tokens of the prompts, and of the answers in them."""
+
+    prompt: float
+    answer: float
+
+
+def mean_lengths(config: TrainMasterConfig) -> Lengths | None:
+    """Return the mean lengths over some rows of the training data; None if not all of it can be read quickly."""
+    from .rows import lengths_of  # loads numpy
+
+    tokenizer, _ = _tokenizer(config, False)
+    sections = [section for where, section in data_sections(config.data, False) if where.startswith("data.train")]
+    found = [None if tokenizer is None else lengths_of(section, tokenizer) for section in sections]
+    rows = [] if None in found else [row for each in found for row in each]
+    return Lengths(*(sum(each) / len(rows) for each in zip(*rows))) if rows else None
 
 
 # -- names given by the user ------------------------------------------------------------------------------------------

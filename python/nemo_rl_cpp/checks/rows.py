@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nemo_rl_cpp.config.data import QUICK_DATASETS
 from nemo_rl_cpp.config.master import WholeConfig
+from nemo_rl_cpp.data.conversation import row_at
 from nemo_rl_cpp.data.datasets.files import is_local
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.datasets.response_datasets import (
@@ -14,13 +15,14 @@ from nemo_rl_cpp.data.datasets.response_datasets import (
     load_eval_dataset,
     load_response_dataset,
 )
-from nemo_rl_cpp.data.processors import PROCESSOR_REGISTRY
+from nemo_rl_cpp.data.processors import PROCESSOR_REGISTRY, PROMPT_MAKERS
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.environments.response_data import Limits, inspect_rows
 from nemo_rl_cpp.errors import Finding, note_as_said
 
 _MOST_BYTES = 16 * 2**20  # larger files are read once, by the run, which checks every row before it loads the model
 _MOST_FILES = 1000
+_MEASURED_ROWS = 64
 
 
 def check_rows(
@@ -75,3 +77,18 @@ def _check_unread(section: dict[str, object]) -> None:
         raw.task_name = ""
         raw.set_task_spec({**section, "processor": name})
         raw.set_processor()
+
+
+def lengths_of(section: dict[str, object], tokenizer: Tokenizer) -> list[tuple[int, int]] | None:
+    """Return (tokens of the prompt, tokens of an answer in it) of up to 64 evenly spaced rows of a data set. Return None
+    if it cannot be read quickly, or if code of the user makes its prompts."""
+    raw = load_response_dataset(section) if _is_quick(section) else None
+    make = None if raw is None else PROMPT_MAKERS.get(raw.processor)
+    if make is None:
+        return None
+    rows, prepare, found = raw.dataset, getattr(raw, "preprocessor", None), []
+    for index in range(0, len(rows), -(-len(rows) // _MEASURED_ROWS)):
+        row = row_at(rows, index)
+        prompt = make(row if prepare is None else prepare(row), raw.task_spec, tokenizer)
+        found.append((prompt.length, sum(len(entry.ids) for entry in prompt.entries if entry.role == "assistant")))
+    return found

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from nemo_rl_cpp.checks import banner_lines, preflight
+from nemo_rl_cpp.checks import banner_lines, has_time_forecast, preflight
 from nemo_rl_cpp.command_line import command_parser, unknown_option
 from nemo_rl_cpp.config.access import written
 from nemo_rl_cpp.config.errors import KINDS, ConfigError
@@ -27,7 +27,11 @@ from nemo_rl_cpp.stages import stage, stages_shown
 
 _CHECK_EXAMPLES = """examples:
   nemo-rl-cpp check --config my.yaml
-  nemo-rl-cpp check --config grpo_tiny.yaml grpo.num_generations_per_prompt=16"""
+  nemo-rl-cpp check --config grpo_tiny.yaml grpo.num_generations_per_prompt=16
+
+If the native core trains in one process on the CPU, check also measures it for about a second, and prints how long a
+step and the run take if every response has the maximum length, as the first lines of a run do. Validation and
+checkpoints are not counted. A machine that is busy with other programs measures longer times."""
 _CONFIGS_EXAMPLES = """examples:
   nemo-rl-cpp configs
   nemo-rl-cpp configs ppo"""
@@ -102,6 +106,8 @@ def check(arguments: Sequence[str]) -> int:
         from nemo_rl_cpp.models.generation.vllm.server import server_command
 
         print(f"the server is started like this:\n  {server_command(config.policy, config.cluster.device)}")
+    if (text := _time_text(config)) is not None:
+        print(text)
     return 0
 
 
@@ -226,7 +232,21 @@ def _is_ready(config: WholeConfig) -> bool:
         key = f"{'policy' if trains else 'generation'}.model_name"
         resolve_model(name, key=key, files=TOKENIZER_FILES, ask_hub=False)
     stage("loading torch")
+    if (text := _time_text(config)) is not None:
+        print(f"  {'time':<10}{text}", flush=True)
     return True
+
+
+def _time_text(config: WholeConfig) -> str | None:
+    """Return a sentence on how long a step and the run take, measured in about a second; None if it is not known."""
+    if not has_time_forecast(config):
+        return None
+    from nemo_rl_cpp.algorithms.step_time import time_text  # loads torch
+
+    try:
+        return time_text(config)
+    except Exception:  # noqa: BLE001 - a run whose time cannot be measured, by a lack of memory perhaps, may still train
+        return None
 
 
 def _print_findings(config: WholeConfig) -> int:

@@ -233,15 +233,40 @@ def _load(
         text = "is '???': it must be given, in the file or on the command line"
         report.problems.append(Problem(report.where(key), key, text))
     given.restore(data, positions)
+    in_the_text = list(report.problems)
     config = _validate(data, model, report)
     if config is not None:
         config.check_rules(report)
     if report.problems:
-        raise ConfigError(report.problems)
+        of_values = report.problems[len(in_the_text) :]
+        raise ConfigError(in_the_text + _without_consequences(of_values, file, positions, model))
     assert config is not None
     config._positions = positions
     config._environment = environment_texts(file, overrides)
     return config
+
+
+_REFERENCE = re.compile(r"\$\{\s*(\.*)([A-Za-z_][\w.]*)\s*\}")  # ${section.key}; ${.key}: in the same section
+
+
+def _without_consequences(
+    problems: Sequence[Problem], file: Path, positions: Mapping[str, str], model: type[Section]
+) -> list[Problem]:
+    """Return `problems`, those of values, without those of values that are interpolated (`${key}`) from another such
+    value. `positions` are the places at which keys are set."""
+    tree, canonical = _config.load_file(str(file), folders=parent_folders()), dict(model.aliases())
+    wrong = {problem.key for problem in problems}
+
+    def follows(key: str) -> bool:
+        place, (parent, name) = positions.get(key, ""), walk(tree, key)
+        text = place.partition("=")[2] if place.startswith("override ") else (parent or {}).get(name)
+        for dots, source in _REFERENCE.findall(text) if isinstance(text, str) else ():
+            source = ".".join([*key.split(".")[: -len(dots)], source]) if dots else source
+            if canonical.get(source, source) in wrong:
+                return True
+        return False
+
+    return [problem for problem in problems if not follows(problem.key)]
 
 
 def _texts(overrides: Sequence[str]) -> list[str]:

@@ -389,6 +389,20 @@ def test_file_that_is_not_a_configuration_is_an_error_with_the_reason(case):
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("load, overrides, keys", [
+    (load_grpo_config, ["policy.max_total_sequence_length=0"], {"policy.max_total_sequence_length"}),
+    (load_ppo_config, ["policy.train_global_batch_size=7"], {"policy.train_global_batch_size"}),
+    (load_grpo_config, ["policy.generation.top_p=3"], {"policy.generation.top_p"}),  # val_top_p is ${.top_p}
+    (load_grpo_config, ["grpo.seed=-1", "grpo.max_num_steps=${grpo.seed}"], {"grpo.seed"}),
+    (load_grpo_config, ["grpo.seed=-1", "grpo.max_num_steps=0"], {"grpo.seed", "grpo.max_num_steps"}),
+    (load_grpo_config, ["grpo.val_period=${grpo.max_num_steps}", "grpo.max_num_steps=${grpo.val_period}"], {"grpo.val_period", "grpo.max_num_steps"}),
+])  # fmt: skip
+def test_invalid_value_is_not_reported_again_for_keys_that_interpolate_it(load, overrides, keys):
+    with pytest.raises(ConfigError) as caught:
+        load(overrides=overrides)
+    assert {problem.key for problem in caught.value.problems} == keys
+
+
 def test_error_for_a_missing_config_file_suggests_the_nearest_name():
     with pytest.raises(ConfigError, match=r"grpo_maths_1B.yaml does not exist.*did you mean grpo_math_1B.yaml"):
         load_grpo_config("configs/grpo_maths_1B.yaml")

@@ -86,18 +86,42 @@ class RewardShapingConfig(Section):
     enabled: bool = key(False, "Apply length penalties to the rewards.")
     overlong_buffer_length: Count | None = None
     """DAPO's overlong penalty: number of tokens before max_response_length over which the penalty grows linearly from
-    0."""
-    overlong_buffer_penalty: Real | None = None
+    0. At most max_response_length."""
+    overlong_buffer_penalty: NonNegative | None = None
     """DAPO's overlong penalty: amount subtracted from the reward at max_response_length. The penalty of longer
     responses keeps growing at the same slope."""
     max_response_length: Positive | None = None
     """DAPO's overlong penalty: response length in tokens at which the full penalty applies."""
-    stop_properly_penalty_coef: Real | None = None
+    stop_properly_penalty_coef: Fraction | None = None
     """ProRLv2's stop-properly penalty: the reward of a truncated response is multiplied by this factor from 0 to 1.
     null: off."""
     compose: bool = False
     """true: apply the stop-properly penalty and then the overlong penalty. false: if stop_properly_penalty_coef is set,
     the overlong penalty is not applied."""
+
+    def check_all(self, report: Report) -> None:
+        super().check_all(report)
+        self.check_together("", report)
+
+    def check_together(self, prefix: str, report: Report) -> None:
+        """Report keys that do not fit together. `prefix` precedes the keys in messages."""
+        if not self.enabled:
+            return
+        coefficient, buffer, longest = self.stop_properly_penalty_coef, "overlong_buffer_length", "max_response_length"
+        overlong = (buffer, "overlong_buffer_penalty", longest)
+        missing = [name for name in overlong if getattr(self, name) is None]
+        if self.compose and coefficient is None:
+            report.add(f"{prefix}compose", "needs stop_properly_penalty_coef and the overlong keys")
+        if coefficient is not None and not self.compose:  # the overlong penalty is not applied
+            return
+        if missing:
+            text = f"is missing: the overlong penalty needs {', '.join(overlong)} (or set stop_properly_penalty_coef)"
+            report.add(f"{prefix}{missing[0]}", text, f"{prefix}enabled")
+        elif not 1 <= self.overlong_buffer_length <= self.max_response_length:
+            text = f"must lie between 1 and {longest} {self.max_response_length}, not {self.overlong_buffer_length}"
+            report.add(
+                f"{prefix}{buffer}", f"{text}: the penalty grows over the last tokens before it", f"{prefix}{longest}"
+            )
 
 
 class AsyncConfig(Section):
@@ -423,7 +447,7 @@ def check_loop(loop: LoopConfig, name: str, report: Report) -> None:
         key = f"{name}.reward_scaling.source_m"
         text = f"{scaling.source_min:g} must be below source_max {scaling.source_max:g}"
         report.add(f"{key}in", text, f"{key}ax")
-    _check_shaping(loop, f"{name}.reward_shaping", report)
+    loop.reward_shaping.check_together(f"{name}.reward_shaping.", report)
     metric, threshold = loop.stop_at_validation_metric, loop.stop_at_validation_threshold
     if (metric is None) != (threshold is None):
         given, absent = ("metric", "threshold") if threshold is None else ("threshold", "metric")
@@ -435,23 +459,3 @@ def check_loop(loop: LoopConfig, name: str, report: Report) -> None:
     if metric == "pass_k" and loop.val_num_generations_per_prompt < 2:
         number = f"{name}.val_num_generations_per_prompt"
         report.add(f"{name}.stop_at_validation_metric", f"is pass_k, which needs {number} above 1; raise that", number)
-
-
-def _check_shaping(loop: LoopConfig, prefix: str, report: Report) -> None:
-    shaping = loop.reward_shaping
-    coefficient, penalty = shaping.stop_properly_penalty_coef, shaping.overlong_buffer_penalty
-    if coefficient is not None and not 0 <= coefficient <= 1:
-        report.add(f"{prefix}.stop_properly_penalty_coef", f"must lie between 0 and 1, or be null, not {coefficient:g}")
-    if penalty is not None and penalty < 0:
-        report.add(f"{prefix}.overlong_buffer_penalty", f"must be at least 0, not {penalty:g}")
-    if not shaping.enabled:
-        return
-    overlong = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
-    missing = [name for name in overlong if getattr(shaping, name) is None]
-    if shaping.compose and coefficient is None:
-        report.add(f"{prefix}.compose", "needs stop_properly_penalty_coef and the overlong keys")
-    if missing and (shaping.compose or coefficient is None):
-        text = f"is missing: the overlong penalty needs {', '.join(overlong)} (or set stop_properly_penalty_coef)"
-        report.add(f"{prefix}.{missing[0]}", text, f"{prefix}.enabled")
-    elif not missing and shaping.overlong_buffer_length == 0 and (shaping.compose or coefficient is None):
-        report.add(f"{prefix}.overlong_buffer_length", "must be at least 1, not 0: the penalty grows over these tokens")

@@ -176,6 +176,12 @@ BAD_FILES = {
     "estimator": ("grpo:\n  adv_estimator: {name: gae}", "grpo.adv_estimator.name", 2, ["grpo, gdpo, reinforce_plus_plus"]),
     "scaling from nothing": ("grpo:\n  reward_scaling: {enabled: true, source_min: 1.0}", "grpo.reward_scaling.source_min", 2, ["must be below source_max"]),
     "shaping without numbers": ("grpo:\n  reward_shaping: {enabled: true}", "grpo.reward_shaping.overlong_buffer_length", 2, ["is missing", "max_response_length"]),
+    "overlong buffer without tokens": (
+        "grpo:\n  reward_shaping: {enabled: true, overlong_buffer_length: 0, overlong_buffer_penalty: 1, max_response_length: 8}",
+        "grpo.reward_shaping.overlong_buffer_length", 2, ["between 1 and max_response_length 8, not 0"]),
+    "overlong buffer longer than a response": (
+        "grpo:\n  reward_shaping: {enabled: true, overlong_buffer_length: 9, overlong_buffer_penalty: 1, max_response_length: 8}",
+        "grpo.reward_shaping.overlong_buffer_length", 2, ["between 1 and max_response_length 8, not 9"]),
     "clip the wrong way round": ("grpo:\n  advantage_clip_low: 1\n  advantage_clip_high: -1", "grpo.advantage_clip_low", 2, ["swap them"]),
     "async": ("grpo:\n  async_grpo: {enabled: true}", "grpo.async_grpo.enabled", 2, ["colocated.enabled=false"]),
     "baseline of another estimator": ("grpo:\n  adv_estimator: {minus_baseline: false}", "grpo.adv_estimator.minus_baseline", 2, ["no effect with adv_estimator.name grpo"]),

@@ -111,7 +111,7 @@ UNSUPPORTED = [
     ("loss_fn.ratio_clip_c", 0.5, "must be greater than 1"),
     ("policy.train_global_batch_size", 7, "does not divide the 256 samples"),
     ("grpo.num_generations_per_prompt", 1, "is its own baseline"),
-    ("grpo.reward_shaping", {"stop_properly_penalty_coef": 1.5}, "must lie between 0 and 1"),
+    ("grpo.reward_shaping", {"enabled": True}, "overlong_buffer_length is missing"),
     ("env.math", 3, "env.math must be a section"),
     ("policy.bogus", 1, "policy.bogus is unknown"),
 ]

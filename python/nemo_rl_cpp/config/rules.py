@@ -270,20 +270,32 @@ def _check_run(config: TrainMasterConfig, report: Report) -> None:
     rules_model.check_offload(config, report)
     rules_model.check_serving(config, report)
     _check_checkpointing(config, report)
-    for key in ("num_prompts_per_dataloader", "custom_dataloader"):
-        if getattr(config.data, key) is not None and not config.data.use_multiple_dataloader:
-            _not_read(report, f"data.{key}", "data.use_multiple_dataloader=false")
-    epochs, steps = f"{name}.max_num_epochs", f"{name}.max_num_steps"
-    written = report.nearness(epochs)
-    if config.data.use_multiple_dataloader and written >= 2 and written > report.nearness(steps):
-        several = "data.use_multiple_dataloader"
-        text = f"ends no run with {several}, whose loaders begin again without end: leave it out, and set {steps}"
-        report.add(epochs, text, several)
+    _check_loaders(config, report)
     for backend, entry in LOGGER_BACKENDS.data.items():
         package = entry.package if getattr(config.logger, f"{backend}_enabled") else None
         if package is not None and importlib.util.find_spec(package) is None:
             text = f"is true but {backend} is not installed; install the extra `{backend}`, or set it to false"
             report.add(f"logger.{backend}_enabled", text)
+
+
+def _check_loaders(config: TrainMasterConfig, report: Report) -> None:
+    """Report keys that do not fit one data loader, or with `data.use_multiple_dataloader` several."""
+    data, name, several = config.data, config.algorithm, "data.use_multiple_dataloader"
+    if not data.use_multiple_dataloader:
+        for key in ("num_prompts_per_dataloader", "custom_dataloader"):
+            if getattr(data, key) is not None:
+                _not_read(report, f"data.{key}", f"{several}=false")
+        return
+    each, prompts = data.num_prompts_per_dataloader, config.loop.prompts_per_round
+    if each is not None and data.custom_dataloader is None and prompts % each:
+        step = "policy.train_global_batch_size" if name == "sft" else f"{name}.num_prompts_per_step"
+        text = f"is {each}, which does not divide the {prompts} prompts that are drawn at a time (see {step}): take a divisor, or null"
+        report.add("data.num_prompts_per_dataloader", text, step)
+    epochs, steps = f"{name}.max_num_epochs", f"{name}.max_num_steps"
+    written = report.nearness(epochs)
+    if written >= 2 and written > report.nearness(steps):
+        text = f"ends no run with {several}, whose loaders begin again without end: leave it out, and set {steps}"
+        report.add(epochs, text, several)
 
 
 def _check_checkpointing(config: TrainMasterConfig, report: Report) -> None:

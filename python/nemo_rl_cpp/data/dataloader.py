@@ -140,13 +140,6 @@ class MultipleDataloaderWrapper(Iterator[BatchedDataDict]):
         self._turn = 0
         path = as_model(data_config, DataConfig, "data").custom_dataloader
         self._custom = import_object(path, "data.custom_dataloader") if path else None
-        if self._custom is None:
-            each = {loader.batch_size for loader in self.dataloaders.values()}
-            if len(each) != 1 or expected_num_prompts % next(iter(each)):
-                raise ValueError(
-                    f"num_prompts_per_step ({expected_num_prompts}) must be a multiple of "
-                    f"data.num_prompts_per_dataloader ({', '.join(map(str, sorted(each)))})"
-                )
 
     def __next__(self) -> BatchedDataDict:
         if self._custom is not None:
@@ -155,9 +148,9 @@ class MultipleDataloaderWrapper(Iterator[BatchedDataDict]):
             batch = self._in_turn()
         size = batch.size if hasattr(batch, "size") else len(next(iter(batch.values())))
         if size != self.expected_num_prompts:
+            source = "data.num_prompts_per_dataloader" if self._custom is None else "data.custom_dataloader"
             raise ValueError(
-                f"data.custom_dataloader returned {size} prompts, expected {self.expected_num_prompts} "
-                "(num_prompts_per_step)"
+                f"{source} gives {size} prompts, expected {self.expected_num_prompts} (num_prompts_per_step)"
             )
         return batch
 

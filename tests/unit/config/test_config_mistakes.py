@@ -368,6 +368,16 @@ def test_max_num_epochs_with_several_data_loaders_requires_max_num_steps():
         load_grpo_config(overrides=[*several, "grpo.max_num_epochs=3"])
 
 
+def test_prompts_of_one_data_loader_must_divide_the_prompts_drawn_at_a_time():
+    several = ["data.use_multiple_dataloader=true", "grpo.num_prompts_per_step=6"]
+    batch, four = "policy.train_global_batch_size=48", "+data.num_prompts_per_dataloader=4"
+    for more in (["+data.num_prompts_per_dataloader=3"], [four, "+data.custom_dataloader=my.loader"],
+                 [four, "grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=2"]):  # fmt: skip
+        load_grpo_config(overrides=[*several, batch, *more])
+    with pytest.raises(ConfigError, match="num_prompts_per_dataloader is 4, which does not divide the 6 prompts"):
+        load_grpo_config(overrides=[*several, batch, four])
+
+
 def test_section_value_is_not_checked_if_the_estimator_raw_reward_needs_no_critic():
     load_ppo_config(overrides=["ppo.adv_estimator.name=raw_reward", "value.train_global_batch_size=500"])
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl_cpp.config.access import as_written
-from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig, too_few_rows
+from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig, other_rows, too_few_rows
 from nemo_rl_cpp.config.env import ENV_REGISTRY
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.data.chat_template import ChatTemplateError, choose_template
@@ -58,15 +58,14 @@ def _check_position(config: TrainMasterConfig, counts: Mapping[str, int | None])
     newest = newest_checkpoint(Path(config.checkpointing.checkpoint_dir)) if config.checkpointing.enabled else None
     before = json_object(newest / "train_dataloader.json").get("num_rows") if newest is not None else None
     rows = None if None in counts.values() else sum(counts.values())
-    if before == rows or None in (before, rows):
+    if None in (before, rows) or (text := other_rows(rows, before)) is None:
         return
     saved = read_saved(newest)
     if any(key.startswith("data.") for key, _ in refusals(saved, config)):
         return
     change = next((each for each in changes(saved, config) if each.key.startswith("data.train.")), None)
     key, why = ("data.train", "") if change is None else (change.key, f"{change.before} -> {change.now}: the data ")
-    why += f"has {rows} rows, not {before}, so this is another run than that of {short(newest)}: {WHAT_TO_DO}"
-    yield Finding("error", key, why)
+    yield Finding("error", key, f"{why}{text} {short(newest)}: {WHAT_TO_DO}")
 
 
 def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None, list[Finding]]:

@@ -203,6 +203,14 @@ def too_few_rows(rows: int, batch_size: int, section: str) -> str | None:
     )
 
 
+def other_rows(rows: int, before: int) -> str | None:
+    """Return the error message for a run whose data has `rows` rows and that resumes from a checkpoint whose data had
+    `before`, or None if they are equal. The checkpoint's position in the data then stands at other rows."""
+    return (
+        None if rows == before else f"has {rows} rows, not {before}, so this is another run than that of the checkpoint"
+    )
+
+
 def environments_of_training(data: DataConfig) -> set[str | None]:
     """Return the names of the environments of the training datasets. The name is None for a dataset without
     environment."""

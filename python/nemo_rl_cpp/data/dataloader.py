@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nemo_rl_cpp.config.base import as_model
-from nemo_rl_cpp.config.data import DataConfig
+from nemo_rl_cpp.config.data import DataConfig, other_rows
 from nemo_rl_cpp.data.interfaces import DatumSpec, Indexed
 from nemo_rl_cpp.data.random_order import permutation
 from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
@@ -71,13 +71,12 @@ class StatefulDataLoader:
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
         """Restore a saved position. Raise ValueError if the number of rows, the seed or `shuffle` differs from the
         saved one, because different rows would follow."""
-        own = self.state_dict()
-        for key in ("seed", "shuffle", "num_rows"):
-            if state[key] != own[key]:
-                raise ValueError(
-                    f"the saved data position is for {key}={state[key]}, this run has {key}={own[key]}: resume "
-                    "with the same data section and seed, or start a new run in another checkpoint_dir"
-                )
+        given = {"seed": self.seed, "shuffle": self.shuffle}
+        faults = [
+            f"has {key} {now}, not {state[key]} as in the checkpoint" for key, now in given.items() if now != state[key]
+        ]
+        if fault := next(iter(faults), other_rows(len(self.dataset), int(state["num_rows"]))):
+            raise ValueError(f"data.train {fault}: set it back, or start a new run in another checkpoint_dir")
         self.epoch, self._cursor, self._resume = int(state["epoch"]), int(state["cursor"]), True
         self._newest += 1
 

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from .base import Count, Entry, Real, Section, Table, Text, key, section
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.loggers.interface import LoggerBackend
+    from nemo_rl_cpp.loggers.interface import LoggerInterface
 
 
 class WandbConfig(Section):
@@ -135,7 +135,7 @@ for _name, _entry in LOGGER_BACKENDS.data.items():
 
 def register_logger(
     name: str,
-    cls: Callable[..., LoggerBackend] | str,
+    cls: Callable[..., LoggerInterface] | str,
     keys: type[Section] = Section,
     doc: str = "log to a user-defined backend",
 ) -> None:

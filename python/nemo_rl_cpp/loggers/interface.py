@@ -1,8 +1,7 @@
 """The interface of logging backends, and the normalisation of metric names and values."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from nemo_rl_cpp.config.access import to_plain
 from nemo_rl_cpp.files.yaml_text import Plain
@@ -10,8 +9,8 @@ from nemo_rl_cpp.files.yaml_text import Plain
 Metrics = Mapping[str, object]
 
 
-class LoggerBackend(Protocol):
-    """A destination of metrics: files or a tracker. A run's `Logger` calls only the six methods below.
+class LoggerInterface(ABC):
+    """The base class of destinations of metrics: files or a tracker. A run's `Logger` calls only the six methods below.
 
     Steps count from 1 and never decrease, except after `truncate_after`. If a tracker's backend raises an exception,
     one warning is shown and the run continues. If a backend that writes the run's files raises one, the run ends,
@@ -37,26 +36,15 @@ class LoggerBackend(Protocol):
         """Log the distribution of `histogram`, a list of values that may contain non-finite ones."""
 
     def flush(self) -> None:
-        """Write everything logged so far to disk. Called before a checkpoint is published."""
+        """Write everything logged so far to disk. Called before a checkpoint is published. By default nothing is
+        buffered."""
 
     def truncate_after(self, step: int) -> None:
-        """Remove the entries of steps after `step`, if the backend can. Called before a resumed run's first step."""
+        """Remove the entries of steps after `step`, if the backend can. Called before a resumed run's first step. By
+        default the entries stay, because a tracker keeps the data sent to it."""
 
     def finish(self) -> None:
-        """Close the backend. Called at the end of the run, possibly twice."""
-
-
-class LoggerInterface(LoggerBackend):
-    """The base class for loggers that users write, with NeMo RL's name: a `LoggerBackend` without files."""
-
-    def flush(self) -> None:
-        """Do nothing, because no data is buffered."""
-
-    def truncate_after(self, step: int) -> None:
-        """Do nothing, because a tracker keeps the data sent to it."""
-
-    def finish(self) -> None:
-        """Do nothing, because there is nothing to close."""
+        """Close the backend. Called at the end of the run, possibly twice. By default there is nothing to close."""
 
 
 def prefixed(metrics: Metrics, prefix: str, step_metric: str | None) -> dict[str, object]:

@@ -15,7 +15,7 @@ from nemo_rl_cpp.files.folder_lock import FolderLock
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.backends import TrackerLogger, WandbLogger
 from nemo_rl_cpp.loggers.folders import METRICS, JsonlLogger, LogLedger
-from nemo_rl_cpp.loggers.interface import LoggerBackend, LoggerInterface, Metrics
+from nemo_rl_cpp.loggers.interface import LoggerInterface, Metrics
 from nemo_rl_cpp.metrics.memory import RayGpuMonitorLogger
 
 
@@ -36,11 +36,11 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
         self.base_log_dir = str(section.log_dir)
         self.log_dir = Path(section.log_dir).absolute()  # the user's code may change the working directory
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.loggers: list[LoggerBackend] = []
+        self.loggers: list[LoggerInterface] = []
         self.wandb_logger: WandbLogger | None = None
         self._failed: set[str] = set()
         self._is_finished = False
-        self._files: list[LoggerBackend] = [JsonlLogger(self.log_dir)]
+        self._files: list[LoggerInterface] = [JsonlLogger(self.log_dir)]
         self.ledger = LogLedger(self.log_dir)
         self._lock: FolderLock | None = None
         for name in LOGGER_BACKENDS:
@@ -151,7 +151,7 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
             self._lock.close()
             self._lock = None
 
-    def _each(self, action: Callable[..., None], backends: Sequence[LoggerBackend] | None = None) -> None:
+    def _each(self, action: Callable[..., None], backends: Sequence[LoggerInterface] | None = None) -> None:
         """Call `action(backend)` for each of `backends` (None: all). If it fails for a backend, print a warning."""
         for logger in dict.fromkeys([*self._files, *self.loggers]) if backends is None else backends:
             try:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from nemo_rl_cpp.metrics.timer import TOTAL
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.loggers.interface import LoggerBackend
+    from nemo_rl_cpp.loggers.interface import LoggerInterface
 
 GIB = float(1 << 30)
 _STATUS = Path("/proc/self/status")
@@ -145,7 +145,7 @@ class RayGpuMonitorLogger:
     values come from nvidia-smi and the operating system, not from Ray."""
 
     def __init__(
-        self, collection_interval: float, flush_interval: float, parent_logger: "LoggerBackend | None" = None
+        self, collection_interval: float, flush_interval: float, parent_logger: "LoggerInterface | None" = None
     ) -> None:
         """Sample every `collection_interval` seconds, and log to `parent_logger` every `flush_interval` seconds."""
         self.collection_interval, self.flush_interval = float(collection_interval), float(flush_interval)

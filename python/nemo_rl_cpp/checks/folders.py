@@ -269,7 +269,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
         text = f"is {settings.push_to_hub}, but this machine has no token of the hub: {LOG_IN}"
         yield Finding("error", "checkpointing.push_to_hub", text)
     place = settings.checkpoint_dir
-    problems = _asked(_DIR, place, lambda folder: (*_writable(folder, _DIR), *_lock(folder)))
+    problems = _asked(_DIR, place, lambda folder: (*_within(folder), *_writable(folder, _DIR), *_lock(folder)))
     yield from problems or _asked(_DIR, place, lambda folder: (*_space(config, folder), *_resume(config, folder)))
 
 
@@ -281,6 +281,15 @@ def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]])
     except OSError as error:
         text = f"is {folder}, which cannot be used ({error.strerror or error}): give another folder"
         return [Finding("error", key, text)]
+
+
+def _within(folder: Path) -> Iterator[Finding]:
+    """Yield a problem if `folder` is a checkpoint, or lies in one: the run would start from scratch there."""
+    for place in (folder.absolute(), *folder.absolute().parents):
+        if re.fullmatch(r"step_\d+", place.name) and (place / MANIFEST).is_file():
+            where = "is a checkpoint" if place == folder.absolute() else f"lies in the checkpoint {place}"
+            text = f"is {folder}, which {where}: to resume from it give the folder that holds it, {place.parent}"
+            yield Finding("error", _DIR, text)
 
 
 def _writable(folder: Path, key: str) -> Iterator[Finding]:

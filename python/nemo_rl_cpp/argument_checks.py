@@ -10,7 +10,8 @@ from pathlib import Path
 _WORDS = re.compile(r"[^\W_]+")
 _SAME = {
     "beta": "kl weight", "coef": "weight", "coeff": "weight", "coefficient": "weight", "penalty": "weight", "dtype": "precision",
-    "eval": "val", "freq": "period", "interval": "period", "len": "length", "rank": "dim", "seq": "sequence", "temp": "temperature",
+    "epsilon": "ratio clip", "eval": "val", "freq": "period", "high": "max", "interval": "period", "len": "length", "low": "min",
+    "rank": "dim", "seq": "sequence", "temp": "temperature",
 }  # fmt: skip
 """A word in names of keys -> the words that mean the same."""
 

@@ -101,6 +101,9 @@ _DEAD = {"zero_variance_prompt_filtering": "grpo.use_dynamic_sampling"}
 """Keys in NeMo RL's own recipes that neither NeMo RL nor this package reads -> the key that has the effect."""
 
 
+_OF_VERL = {"actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "reward_model", "trainer"}
+
+
 class Kind(NamedTuple):
     """A kind of run. Its fields: the kind in words, the script that runs it, the configuration file that is loaded by
     default, and the script's description in its help text."""
@@ -137,6 +140,8 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
     if (right := _DEAD.get(name)) is not None:
         return f"is read by nothing, in NeMo RL neither; the key that works is {right}; remove it"
     section = dotted.partition(".")[0]
+    if section in _OF_VERL and "cluster" in model.model_fields:
+        return "is a section of verl's: docs/coming-from-verl.md names the keys that mean the same"
     if section in KINDS and section not in model.model_fields:
         own = next((f"; did you mean {name}?" for name in KINDS if name in model.model_fields), "")
         return f"is unknown here{own} (configurations with a section {section} are run by examples/{KINDS[section].script}.py)"

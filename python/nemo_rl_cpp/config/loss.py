@@ -165,7 +165,7 @@ class ClippedPGLossConfig(Section):
         for field, value in decided.items():
             given = getattr(self, field)
             if given not in (value, type(self).model_fields[field].default):
-                raise ValueError(f"{field} is {given}, but the loss {name} needs {value}: leave it out")
+                raise ValueError(f"{field} is {shown(given)}, but the loss {name} needs {shown(value)}: leave it out")
             self.__dict__[field] = value
         correction = self.use_importance_sampling_correction
         if name == "vespo" and self.truncated_importance_sampling_type is not None:

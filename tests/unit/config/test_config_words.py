@@ -75,7 +75,8 @@ def test_error_for_a_key_of_another_section_suggests_the_nearest_place_of_that_n
 
 @pytest.mark.parametrize(
     "override, meant",
-    [("loss_fn.kl_coef=0.1", "reference_policy_kl_penalty"), ("loss_fn.beta=0.1", "reference_policy_kl_penalty"),
+    [("loss_fn.clip_ratio_high=0.28", "ratio_clip_max"), ("grpo.epsilon_low=0.2", "loss_fn.ratio_clip_min"),
+     ("grpo.advantage_clip_max=2", "advantage_clip_high"), ("loss_fn.kl_coef=0.1", "reference_policy_kl_penalty"), ("loss_fn.beta=0.1", "reference_policy_kl_penalty"),
      ("grpo.kl_penalty=0.1", "loss_fn.reference_policy_kl_penalty"),
      ("loss_fn.ppo_kl_coeff=0.1", "ppo_kl_coef"), ("policy.generation.stop=[a]", "stop_strings or stop_token_ids"),
      ("policy.generation.max_tokens=9", "max_new_tokens"), ("policy.max_seq_len=9", "max_total_sequence_length"),
@@ -114,6 +115,13 @@ def test_key_of_another_loss_on_the_command_line_is_reported(override):
 )  # fmt: skip
 def test_key_suggested_for_a_misspelt_one_shares_its_distinguishing_words(name, known, meant):
     assert nearest(name, [known], 0.55) == meant
+
+
+def test_error_for_a_section_of_verl_names_the_document_of_verls_keys():
+    (problem,) = problems(overrides=["algorithm.filter_groups.enable=true"])
+    assert problem.endswith(
+        "algorithm is a section of verl's: docs/coming-from-verl.md names the keys that mean the same"
+    )
 
 
 def test_lora_keys_set_while_lora_is_disabled_are_reported():

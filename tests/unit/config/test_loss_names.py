@@ -32,11 +32,11 @@ def test_dr_grpo_divides_by_max_new_tokens_unless_a_factor_is_set():
 
 
 @pytest.mark.parametrize("overrides, key", [
-    (["loss_fn.name=dapo", "loss_fn.token_level_loss=false"], "token_level_loss is False"),
+    (["loss_fn.name=dapo", "loss_fn.token_level_loss=false"], "token_level_loss is false"),
     (["loss_fn.name=sapo", "loss_fn.use_cispo=true"], "use_cispo"),
     (["loss_fn.name=vespo", "loss_fn.truncated_importance_sampling_type=tis"], "does not go with the loss vespo"),
     (["grpo.adv_estimator.name=pass_at_k", "grpo.adv_estimator.pass_k=8"], "sets that hold them all do not differ"),
-    (["loss_fn.name=luspo", "loss_fn.loss_agg_mode=token-mean"], "loss_agg_mode is token-mean"),
+    (["loss_fn.name=luspo", "loss_fn.loss_agg_mode=token-mean"], "loss_agg_mode is 'token-mean'"),
     (["loss_fn.name=sapo", "loss_fn.sapo_temperature_pos=0"], "sapo_temperature_pos"),
 ])  # fmt: skip
 def test_key_that_contradicts_loss_fn_name_is_an_error(overrides, key):

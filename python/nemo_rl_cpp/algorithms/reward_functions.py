@@ -47,7 +47,7 @@ def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
     if coef is not None:
         truncated = torch.as_tensor(batch["truncated"], device=rewards.device).bool()
         rewards = torch.where(truncated, rewards * coef, rewards)
-    if coef is None or cfg.compose:
+    if cfg.applies_overlong_penalty:
         buffer, penalty, longest = cfg.overlong_buffer_length, cfg.overlong_buffer_penalty, cfg.max_response_length
         lengths = [next(len(m["token_ids"]) for m in log if m["role"] == "assistant") for log in batch["message_log"]]
         beyond = torch.tensor(lengths, dtype=torch.float64, device=rewards.device) - (longest - buffer)
@@ -61,7 +61,7 @@ def shaping_warning(cfg: RewardShapingConfig) -> str | None:
     otherwise None."""
     keys = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
     ignored = [key for key in keys if getattr(cfg, key) is not None]
-    if not cfg.enabled or cfg.compose or cfg.stop_properly_penalty_coef is None or not ignored:
+    if not cfg.enabled or cfg.applies_overlong_penalty or not ignored:
         return None
     return (
         f"[WARN] reward_shaping: stop_properly_penalty_coef is set, so {', '.join(ignored)} are ignored; "

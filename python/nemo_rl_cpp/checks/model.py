@@ -68,6 +68,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
         for section, model in config.trained_models().items():
             yield from _check_lora(section, model)
             yield from _check_balance(section, model)
+        yield from _check_shaping(config)
     yield from _check_new_tokens(config)
 
 
@@ -276,6 +277,19 @@ def _check_new_tokens(config: WholeConfig) -> Iterator[Finding]:
         yield Finding(
             "warning", f"{key}.max_new_tokens", f"is {tokens}, but prompt and response together end at {limit_key}={limit}: "
             "a response ends where that is reached"
+        )  # fmt: skip
+
+
+def _check_shaping(config: TrainMasterConfig) -> Iterator[Finding]:
+    """Yield a warning if DAPO's overlong penalty begins at a length that no response reaches."""
+    shaping, tokens = getattr(config.loop, "reward_shaping", None), config.policy.generation.max_new_tokens
+    if shaping is None or not shaping.applies_overlong_penalty:
+        return
+    begin, key = shaping.max_response_length - shaping.overlong_buffer_length, f"{config.algorithm}.reward_shaping"
+    if tokens <= begin:
+        yield Finding(
+            "warning", f"{key}.max_response_length", f"is {shaping.max_response_length}, so the overlong penalty begins after {begin} tokens, but responses "
+            f"have at most policy.generation.max_new_tokens={tokens}: no response gets it"
         )  # fmt: skip
 
 

@@ -99,21 +99,24 @@ class RewardShapingConfig(Section):
     """true: apply the stop-properly penalty and then the overlong penalty. false: if stop_properly_penalty_coef is set,
     the overlong penalty is not applied."""
 
+    @property
+    def applies_overlong_penalty(self) -> bool:
+        """Whether DAPO's overlong penalty is applied."""
+        return self.enabled and (self.compose or self.stop_properly_penalty_coef is None)
+
     def check_all(self, report: Report) -> None:
         super().check_all(report)
         self.check_together("", report)
 
     def check_together(self, prefix: str, report: Report) -> None:
         """Report keys that do not fit together. `prefix` precedes the keys in messages."""
-        if not self.enabled:
+        if not self.applies_overlong_penalty:
             return
-        coefficient, buffer, longest = self.stop_properly_penalty_coef, "overlong_buffer_length", "max_response_length"
+        buffer, longest = "overlong_buffer_length", "max_response_length"
         overlong = (buffer, "overlong_buffer_penalty", longest)
         missing = [name for name in overlong if getattr(self, name) is None]
-        if self.compose and coefficient is None:
+        if self.compose and self.stop_properly_penalty_coef is None:
             report.add(f"{prefix}compose", "needs stop_properly_penalty_coef and the overlong keys")
-        if coefficient is not None and not self.compose:  # the overlong penalty is not applied
-            return
         if missing:
             text = f"is missing: the overlong penalty needs {', '.join(overlong)} (or set stop_properly_penalty_coef)"
             report.add(f"{prefix}{missing[0]}", text, f"{prefix}enabled")

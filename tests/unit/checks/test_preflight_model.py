@@ -149,6 +149,15 @@ def test_max_new_tokens_beyond_the_sequence_length_gives_a_warning(model):
     assert said(grpo(model, "policy.generation.max_new_tokens=128", "policy.max_total_sequence_length=128")) == []
 
 
+def test_overlong_penalty_that_begins_beyond_the_longest_response_gives_a_warning():
+    config = lambda tokens: load_grpo_config("dapo_tiny.yaml", [f"policy.generation.max_new_tokens={tokens}"])  # noqa: E731
+    text = only(config(4), "warning")
+    assert text.startswith(
+        "grpo.reward_shaping.max_response_length is 6, so the overlong penalty begins after 4 tokens"
+    )
+    assert said(config(5)) == []
+
+
 # -- tokenizers ---------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,13 @@ RECURRENT = MODEL | {
 }  # fmt: skip
 """with gated delta nets, which vLLM on CPUs computes only in bfloat16, for heads of this size"""
 
+MIXTURE = RECURRENT | {
+    "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+"""with experts. Each token is computed by all of them, because in bfloat16 the choice of some depends on rounding"""
+FUSED = MIXTURE | {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}
+
 
 def policy_of(tied=True, vllm=None, model=MODEL, precision="float32", **generation):
     """Return a policy that generates with vLLM.
@@ -44,9 +51,22 @@ def change(policy, seed):
     policy.model.masters_changed()
 
 
+def scored(policy, data, out):
+    """Return the policy's log-probabilities of the responses `out`, 0 at the tokens of the prompts."""
+    begins, lengths = data["input_lengths"], data["input_lengths"] + out["generation_lengths"]
+    places = torch.arange(out["output_ids"].shape[1])
+    mask = (places >= begins[:, None]) & (places < lengths[:, None])
+    rows = {"input_ids": out["output_ids"], "input_lengths": lengths, "token_mask": mask.float()}
+    return policy.get_logprobs(rows | {"sample_mask": torch.ones(len(lengths))})["logprobs"] * mask
+
+
 def greedy_texts(engine, policy, data, gap=1e-5):
-    """Return vLLM's greedy responses, after comparing them with those of the native engine on the policy's weights."""
+    """Return vLLM's greedy responses, after comparing them with those of the native engine on the policy's weights; in
+    bfloat16, where another token may be the likeliest, their log-probabilities with those of the policy."""
     out = engine.generate(data, greedy=True)
+    if policy.config.precision == "bfloat16":
+        torch.testing.assert_close(out["logprobs"], scored(policy, data, out), atol=gap, rtol=0)
+        return texts(out, data)
     native = policy.create_generation(policy.config.generation, seed=5)
     wanted = NativeGeneration.generate(native, data, greedy=True)
     assert texts(out, data) == texts(wanted, data) and torch.equal(out["truncated"], wanted["truncated"])

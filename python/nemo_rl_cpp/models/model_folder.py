@@ -147,7 +147,7 @@ class ModelFolder:
         generation = None if what is None else getattr(model, "generation", None)
         if generation is None or not generation.runs_vllm:
             return
-        if what != mixers["recurrent"] or kind == "qwen3_next":
+        if what != mixers["recurrent"]:
             raise ModelFolderError(
                 f"{section}.generation.backend is vllm, but {kind} has {what}, whose weights are not sent to vLLM: set it to native"
             )

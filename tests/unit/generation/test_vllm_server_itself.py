@@ -13,7 +13,7 @@ import pytest
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.models.generation.vllm.server import VllmError, server_command
 from paired_prompts import prompts, texts
-from vllm_policies import MODEL, RECURRENT, change, engine_of, greedy_texts, policy_of
+from vllm_policies import FUSED, MIXTURE, MODEL, RECURRENT, change, engine_of, greedy_texts, policy_of
 
 REAL = os.environ.get("NEMO_RL_VLLM_PYTHON")
 
@@ -55,14 +55,15 @@ def vllm_itself(policy, folder):
 @pytest.mark.skipif(not REAL, reason="NEMO_RL_VLLM_PYTHON names no interpreter with vLLM")
 @pytest.mark.parametrize(
     ("model", "precision", "gap"),
-    [(MODEL, "float32", 1e-5), (RECURRENT, "bfloat16", 0.05)],
-    ids=["attention", "recurrent"],
+    [(MODEL, "float32", 1e-5), (RECURRENT, "bfloat16", 0.05), (MIXTURE, "bfloat16", 0.1), (FUSED, "bfloat16", 0.1)],
+    ids=["attention", "recurrent", "mixture", "fused"],
 )
 def test_installed_vllm_receives_weights_generates_the_expected_texts_and_may_be_killed(
     tmp_path, model, precision, gap
 ):
     """Weights, digests, greedy texts and log-probabilities; then it is killed in the middle of a generation."""
-    policy = policy_of(True, {"server_url": "http://127.0.0.1:1"}, model, precision)
+    tied = model != FUSED  # vLLM's Qwen3-Next does not tie weights
+    policy = policy_of(tied, {"server_url": "http://127.0.0.1:1"}, model, precision)
     with vllm_itself(policy, tmp_path) as process:
         engine, data, seen = engine_of(policy), prompts(), []
         for version in (1, 2):

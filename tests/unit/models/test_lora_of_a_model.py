@@ -220,6 +220,27 @@ def test_saved_lora_adapter_is_restored_exactly_and_is_an_error_with_different_s
     assert config["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+@pytest.mark.parametrize("targets", [["*proj*"], ["in_proj_z", "in_proj_b"]])
+def test_adapters_of_a_fused_projections_parts_are_saved_as_one_and_restored_exactly(targets, tmp_path):
+    folder = tiny_random(SIZES | LAYERS["qwen3_next"] | {"model_type": "qwen3_next"})
+    lora = lora_of(folder, match_all_linear=False, target_modules=targets)
+    model = adapted(lora, folder)
+    for view in named_views(model.trained_layout.specs, model.masters).values():
+        view.copy_(torch.randn(view.shape, generator=torch.Generator().manual_seed(1)))
+    model.masters_changed()
+    lora.save(tmp_path, model.trained_layout, model.masters)
+    inputs = [name for name in lora.peft_config()["target_modules"] if name.startswith("in_proj")]
+    assert inputs == ["in_proj_qkvz", "in_proj_ba"]
+    assert lora.peft_config()["rank_pattern"] == {"in_proj_qkvz": 8, "in_proj_ba": 8}
+    assert torch.equal(adapted(lora, folder, seed=9, weights=tmp_path).masters, model.masters)
+    with pytest.raises(ValueError, match="target_modules means 4 matrices"):
+        adapted(
+            lora_of(folder, match_all_linear=False, target_modules=["in_proj_qkv", "in_proj_a"]),
+            folder,
+            weights=tmp_path,
+        )
+
+
 @pytest.mark.parametrize(
     "targets, names",
     [([], ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]),

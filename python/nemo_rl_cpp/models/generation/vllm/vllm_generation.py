@@ -43,6 +43,7 @@ from nemo_rl_cpp.models.generation.vllm.server import (
     client_of,
 )
 from nemo_rl_cpp.models.generation.vllm.server_extension.nemo_rl_cpp_vllm import begin_digest
+from nemo_rl_cpp.models.qwen3_next import is_fused, joined_projections
 from nemo_rl_cpp.models.trained_model import TrainedModel
 
 _ALIGNED = 64  # bytes
@@ -265,7 +266,7 @@ class VllmGeneration(BaseEngine):
         vllm = config.generation.vllm_cfg
         self.server = StartedServer(config, self.model_config) if vllm.server_url is None else None
         try:
-            self._join(policy.state_dict(), config)
+            self._join(self._named(policy.state_dict()), config)
         except BaseException:
             if self.server is not None:
                 self.server.close()
@@ -366,6 +367,10 @@ class VllmGeneration(BaseEngine):
 
     # ---- weights
 
+    def _named(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the policy's `weights` as a checkpoint, which vLLM reads, holds them."""
+        return dict(joined_projections(weights, self.model_config)) if is_fused(self.model_config) else weights
+
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> RefitResult:
         """Send the weights of `version` to vLLM, converted to its dtypes where needed.
 
@@ -375,6 +380,7 @@ class VllmGeneration(BaseEngine):
         received no values; vLLM then generates nothing."""
         began = time.perf_counter()
         self.weight_version = self._arrived = None
+        weights = self._named(weights)
         try:
             self._call("POST", "/pause?mode=wait")
             self._transport.prepare(weights)

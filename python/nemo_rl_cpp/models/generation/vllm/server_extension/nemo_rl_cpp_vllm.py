@@ -90,11 +90,15 @@ def check_all_loaded(expected: set, loaded: set | None) -> None:
 
 
 def pack_again(model) -> None:
-    """On a CPU, pack the weights of the LM head of `model` again if it is tied to the embedding. Its matrix product
-    reads a packed copy of the weights, which a reload of the embedding does not update."""
+    """On a CPU, pack weights of `model` again that a reload leaves in another layout than the matrix products read:
+    those of the LM head if it is tied to the embedding, which read a packed copy, and those of experts, which are packed
+    in place, but only when they are loaded for the first time."""
     for module in model.modules():
         if hasattr(module, "cpu_linear") and module.weight.numel():
             module.quant_method.process_weights_after_loading(module)
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if hasattr(experts := getattr(kernel, "fused_experts", None), "isa"):
+            experts.process_weights_after_loading(module)
 
 
 def shared_memory_engine() -> type:

@@ -195,8 +195,8 @@ template <BlockFormat kFormat>
       const std::int64_t rows = smaller(p.M - m, kPanel), step = (rows + kTermLanes - 1) / kTermLanes * kTermLanes;
       const float* const x = static_cast<const float*>(p.packed) + m * p.K + k * step;
       for (std::int64_t r = 0, taken; r < rows; r += taken) {
-        taken = (rows - r + (rows - r + kGroup - 1) / kGroup - 1) /
-                ((rows - r + kGroup - 1) / kGroup);  // of nearly one size
+        const std::int64_t left = rows - r, groups = (left + kGroup - 1) / kGroup;
+        taken = (left + groups - 1) / groups;  // groups of nearly one size
         with_constant<kGroup>(static_cast<int>(taken), [&](auto n) {
           add_terms<n()>(x + r, step, w, terms, k > 0, sums + (m + r) * width, width);
         });

@@ -285,9 +285,10 @@ def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]])
 
 def _within(folder: Path) -> Iterator[Finding]:
     """Yield a problem if `folder` is a checkpoint, or lies in one: the run would start from scratch there."""
-    for place in (folder.absolute(), *folder.absolute().parents):
+    real = folder.resolve()  # "step_2/.." lies in no checkpoint; a link to one does
+    for place in (real, *real.parents):
         if re.fullmatch(r"step_\d+", place.name) and (place / MANIFEST).is_file():
-            where = "is a checkpoint" if place == folder.absolute() else f"lies in the checkpoint {place}"
+            where = "is a checkpoint" if place == real else f"lies in the checkpoint {place}"
             text = f"is {folder}, which {where}: to resume from it give the folder that holds it, {place.parent}"
             yield Finding("error", _DIR, text)
 

@@ -46,10 +46,12 @@ def test_preflight_check_of_usable_folders_gives_no_error_and_modifies_nothing(t
 
 def test_checkpoint_as_the_folder_of_checkpoints_is_an_error_that_names_the_folder_to_resume_from(tmp_path):
     save(tmp_path / "ck", 2)
-    for inner in ("step_2", "step_2/policy/weights"):
+    (tmp_path / "ck" / "newest").symlink_to("step_2")
+    for inner in ("step_2", "step_2/policy/weights", "newest"):
         (text,) = (str(f) for f in folders.check(config_of(tmp_path, checkpoints=tmp_path / "ck" / inner)))
         assert text.startswith("checkpointing.checkpoint_dir is") and text.endswith(f"that holds it, {tmp_path / 'ck'}")
-    assert list(folders.check(config_of(tmp_path, checkpoints=tmp_path / "step_2"))) == []
+    for free in ("step_2", "ck/step_2/../../other"):
+        assert list(folders.check(config_of(tmp_path, checkpoints=tmp_path / free))) == []
 
 
 UNUSABLE = {  # path below tmp_path (one from the root stays as it is) -> what the finding says

@@ -64,7 +64,8 @@ class Shape:
         mean `lengths` in the data are not known. In supervised fine-tuning the responses are in the data."""
         policy, loop = config.policy, config.loop
         longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
-        known = lengths or Lengths(min(config.data.max_input_seq_length or longest, longest - 1), longest - 1)
+        most = min(config.data.max_input_seq_length or longest, longest - 1)
+        known = lengths or Lengths(most, most)
         if config.algorithm == "sft":
             return cls(loop.num_prompts_per_step, 1, round(known.prompt - known.answer), max(1, round(known.answer)))
         prompt = max(1, round(min(known.prompt, longest - 1)))

@@ -244,6 +244,9 @@ def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]
     if largest >= size and "vocab_size" in (use.overrides or {}):
         text = f"is {size}, but the tokens of {use.tokenizer_key} {name} have ids up to {largest}: set at least {largest + 1}"
         yield Finding("error", overridden, text)
+    elif largest >= size and use.value_head:
+        text = f"is {use.name}, which has a vocabulary of {size}, but the tokens of {use.tokenizer_key} {name} have ids up to {largest}: "
+        yield Finding("error", use.key, f"{text}give a model that shares the policy's tokens")
     elif largest >= size:
         yield Finding(
             "error", use.tokenizer_key, f"is {name}, whose tokens have ids up to {largest}, but the model {use.name} has a vocabulary of {size}: "

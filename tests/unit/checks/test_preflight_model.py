@@ -169,6 +169,16 @@ def test_tokenizer_with_more_token_ids_than_the_models_vocabulary_is_an_error(mo
     assert said(grpo(model)) == []
 
 
+def test_critic_with_a_smaller_vocabulary_than_the_policys_tokenizer_is_an_error_that_names_the_critic(model, tmp_path):
+    critic = model_folder(tmp_path / "critic", vocab_size=32)
+    keys = (f"policy.model_name={model}", f"value.model_name={critic}", "policy.tokenizer.name=null")
+    overrides = [*keys, "~policy.hf_config_overrides", "value.hf_config_overrides=null"]
+    text = (
+        f"is {critic}, which has a vocabulary of 32, but the tokens of policy.tokenizer.name {model} have ids up to 39"
+    )
+    assert f"value.model_name {text}" in only(load_ppo_config("ppo_tiny.yaml", overrides))
+
+
 def test_vocabulary_that_is_overridden_below_the_tokenizers_is_an_error_that_names_the_override():
     key, said_of_16 = (
         "policy.hf_config_overrides.vocab_size",

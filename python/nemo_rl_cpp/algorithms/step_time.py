@@ -33,9 +33,9 @@ from nemo_rl_cpp.report.page import duration
 
 Native = dict[str, Plain]
 """The keyword arguments of the native `DecoderModel`."""
-_IN_MEMORY, _MOST_OPERATIONS, _STEPS = 64e6, 12e9, 3
+_IN_MEMORY, _MOST_OPERATIONS, _STEPS = 64e6, 8e9, 3
 """Bytes of weights that do not all stay in a processor's cache from one decode step to the next; operations of a measured
-pass, a tenth of a second at 120 billion a second; measured decode steps."""
+pass, a tenth of a second at 80 billion a second; measured decode steps."""
 _SHORT = 0.5
 """Seconds of a step below which Python, whose time is not forecast, takes a large part of the step."""
 
@@ -281,7 +281,10 @@ def step_time(
         if section == "policy":
             epochs, scored = loop.policy_epochs, (penalty != 0) + (model.reuse_generation_logprobs == "never")
             layers, first = replace(of, head=0.0), min(1.0, batch / shape.rows)
-            training -= kept * first * rate.score * (layers.of_prompts(packed) + layers.of_responses(packed))
+            # a backward pass has two products for each of the forward pass, or one if the weights are frozen
+            passes = 3 if model.lora is None else 2
+            spared = kept * first * (layers.of_prompts(packed) + layers.of_responses(packed))
+            training -= spared * rate.train / passes
             generation = rate.score * of.of_prompts(shape) + rate.decode * of.of_responses(shape)
             generation *= loop.prompts_per_round / loop.num_prompts_per_step  # above 1 with dynamic sampling
         training += (epochs * rate.train + scored * rate.score) * work + epochs * shape.rows / batch * rate.update
@@ -314,8 +317,8 @@ def _kept_share(config: TrainMasterConfig, needed: float) -> float:
         return 0.0
     if given is not None:
         return min(1.0, given * 1e9 / needed)
-    peak = max((phase.total for phase in memory.forecast(config) or ()), default=0.0)
-    return float(needed <= (available_bytes() - peak) / 4)
+    held = (memory.certain_bytes(config) or 0.0) + needed  # the first step has activations of its own
+    return float(needed <= (available_bytes() - held) / 4)
 
 
 def time_text(config: TrainMasterConfig) -> str:

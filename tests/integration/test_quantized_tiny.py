@@ -14,6 +14,7 @@ from tiny import workers
 from tiny_layers import LAYERS
 
 FUSED = tiny.shaped(LAYERS["qwen3_next"] | {"model_type": "qwen3_next"})
+PARTS = (f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=[in_proj_z,in_proj_b]")  # of fused projections
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
@@ -106,8 +107,8 @@ GPT_OSS = tiny.shaped({"model_type": "gpt_oss", "num_local_experts": 3, "num_exp
 
 @pytest.mark.parametrize(
     "family, adapted",
-    [((), ()), (MIXTURE, EXPERTS), (GPT_OSS, EXPERTS), (FUSED, ()), (MAMBA, EXPERTS)],
-    ids=["dense", "mixture", "gpt_oss", "fused", "mamba"],
+    [((), ()), (MIXTURE, EXPERTS), (GPT_OSS, EXPERTS), (FUSED, ()), (FUSED, PARTS), (MAMBA, EXPERTS)],
+    ids=["dense", "mixture", "gpt_oss", "fused", "fused_parts", "mamba"],
 )
 def test_generate_command_loads_an_adapter_checkpoint_and_quantises_its_base(tmp_path, family, adapted):
     """The text engine without torch, and the trainer's: the same tokens, which differ from those of the base."""

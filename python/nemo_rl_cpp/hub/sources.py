@@ -48,7 +48,13 @@ class SourceError(ValueError):
 
 
 class HubUnreachableError(SourceError):
-    """Raised if the Hub does not answer and nothing is cached, or if a download breaks off."""
+    """Raised if the Hub does not answer and nothing is cached."""
+
+    exit_status = 1
+
+
+class DownloadError(SourceError):
+    """Raised if a download breaks off."""
 
     exit_status = 1
 
@@ -273,7 +279,7 @@ def hub_folder(repo: str, files: Sequence[str], ask_hub: bool = True, key: str =
         except huggingface_hub.errors.GatedRepoError as error:  # of a gated model the metadata are public
             raise _gated(repo, "model") from error
         except Exception as error:  # noqa: BLE001 - network and disk errors differ by version of the library
-            raise HubUnreachableError(
+            raise DownloadError(
                 f"the download of the model {repo!r} failed ({type(error).__name__}: {error}); what arrived is "
                 "kept, so start the run again to go on"
             ) from error

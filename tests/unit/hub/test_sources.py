@@ -135,6 +135,17 @@ def test_hub_that_never_answers_is_an_error_after_a_deadline(tmp_path):
         assert said.startswith("HubUnreachableError") and time.monotonic() - begin < 15
 
 
+def test_download_that_breaks_off_is_an_error_and_not_replaced_by_the_packaged_model(monkeypatch):
+    def fail(*_, **__):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(sources, "check_on_hub", lambda *_: True)
+    monkeypatch.setattr(sources.huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(sources.DownloadError, match="no space left on device.*start the run again to go on$") as caught:
+        sources.resolve_model("HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert caught.value.exit_status == 1
+
+
 def test_tokenizer_in_the_hub_cache_is_used_without_contacting_the_hub(tmp_path):
     """What a start asks before torch loads must not wait for a silent hub: the run itself asks it."""
     snapshot = cached_tokenizer(tmp_path)

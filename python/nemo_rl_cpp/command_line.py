@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from nemo_rl_cpp import __version__
+from nemo_rl_cpp.argument_checks import did_you_mean
 from nemo_rl_cpp.errors import report
 from nemo_rl_cpp.interrupts import Ended, nobody_reads, say, startup
 
@@ -23,6 +24,15 @@ class Exit(SystemExit):
 
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser that reports errors in one line."""
+
+    def parse_args(self, words: Sequence[str], namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
+        known, rest = self.parse_known_args(words)
+        if option := next((word.partition("=")[0] for word in rest if word.startswith("-")), None):
+            otherwise = "--help lists the options, and a text that begins with a dash comes after --"
+            self.error(f"unknown option {option}; {did_you_mean(option, self._option_string_actions, otherwise)}")
+        if rest:
+            self.error(f"unknown arguments: {' '.join(rest)} (a text of several words goes into quotes)")
+        return known
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message}", file=sys.stderr)
@@ -119,9 +129,11 @@ def command_parser(name: str | None, description: str, examples: str) -> OneLine
 
 
 def unknown_option(words: Sequence[str]) -> str | None:
-    """Return an error message for the first of the arguments `words` that is an option, such as --x, and not a
-    configuration override; None if all are overrides."""
+    """Return an error message for the first of the arguments `words` that is an option, such as --x, or the name of a
+    file, and not a configuration override; None if all are overrides."""
     for i, word in enumerate(words):
+        if word.endswith((".yaml", ".yml")) and "=" not in word:
+            return f"{word} is not an override: a file is given by --config {word}"
         if not word.startswith("-") or word == "-":
             continue
         name, equals, value = word.lstrip("-").partition("=")

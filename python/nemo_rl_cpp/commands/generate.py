@@ -30,9 +30,7 @@ def generate(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end behind this text (repeatable)")
     add_engine_options(parser)
-    known, rest = parser.parse_known_args(arguments)
-    if rest:
-        parser.error(f"unknown arguments: {' '.join(rest)} (a prompt of several words goes into quotes)")
+    known = parser.parse_args(arguments)
     start = time.perf_counter()
     first: list[float] = []
 

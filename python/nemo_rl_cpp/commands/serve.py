@@ -37,8 +37,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--request-timeout", type=positive, metavar="S", help="seconds for an answer (default: 600)")
     parser.add_argument("--tinker", metavar="FOLDER", help="serve Tinker's API, and keep its checkpoints here")
     known = parser.parse_args(arguments)
-    if known.api_key is not None and not known.api_key.strip():  # an unset shell variable, for instance
-        parser.error("--api-key is empty: give a key, or leave it out")
+    for option in ("api-key", "served-model-name"):
+        given = getattr(known, option.replace("-", "_"))
+        if given is not None and not given.strip():  # an unset shell variable, for instance
+            parser.error(f"--{option} is empty: give one, or leave it out")
     for option, default in _OF_OPENAI.items():
         if known.tinker is not None and getattr(known, option) is not None:
             parser.error(f"--{option.replace('_', '-')} does not apply to --tinker: leave it out")

@@ -51,6 +51,18 @@ def test_unknown_command_line_option_is_reported_in_one_line(words, message, cap
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words, message", [
+    (["generate", "--model", "m", "--max-tokens", "5", "12"], "unknown option --max-tokens; did you mean --max-new-tokens?"),
+    (["generate", "--model", "m", "-5+3="], "unknown option -5+3; --help lists the options, and a text that begins with a dash comes after --"),
+    (["chat", "--model", "m", "--temp=1"], "unknown option --temp; did you mean --temperature?"),
+    (["serve", "--model", "m", "--served-model-name", ""], "--served-model-name is empty: give one, or leave it out"),
+    (["train", "grpo_tiny.yaml"], "grpo_tiny.yaml is not an override: a file is given by --config grpo_tiny.yaml"),
+])  # fmt: skip
+def test_mistake_in_the_options_of_a_command_is_reported_with_what_to_write(words, message, capsys):
+    assert leaves_with(cli.main, words) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
 def test_overrides_that_contain_dashes_are_not_read_as_options():
     assert unknown_option(["a.b=1", "+a.c=-2", "~a.d", "++x={y: --z}", "-"]) is None
 

@@ -23,7 +23,7 @@ from nemo_rl_cpp.data.conversation import prompt_of
 from nemo_rl_cpp.data.texts import TextStream, token_bytes_table
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.errors import say_once
-from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
+from nemo_rl_cpp.hub.sources import find_policy_weights, resolve_model
 from nemo_rl_cpp.models.hf_config import max_positions
 from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder
 from nemo_rl_cpp.models.weight_files import RawTensor, fill_parameters, raw_tensors, weight_files, without_blocks
@@ -72,8 +72,6 @@ class TextGenerator:
         if precision not in ("bfloat16", "float32"):
             raise ValueError(f"precision {in_a_line(precision)}: expected bfloat16 or float32")
         name = model_name(model)
-        if name == TINY_RANDOM:
-            raise ValueError(f"model is {name!r}, random weights that a run makes: give such a run's checkpoint_dir")
         folder = resolve_model(find_policy_weights(name), key="the model")
         opened = read_model_folder(folder)
         self.max_length = max_positions(opened.config)

@@ -72,8 +72,8 @@ from nemo_rl_cpp.weight_sync import create_weight_synchronizer
 
 
 def make_tokenizer(policy: PolicyConfig) -> TokenizerType:
-    """Return the tokenizer of the section `policy.tokenizer`; for the model tiny-random, a character-level one."""
-    if policy.model_name == TINY_RANDOM and policy.tokenizer.name in (None, TINY_RANDOM):
+    """Return the tokenizer of the section `policy.tokenizer`; for the name tiny-random, a character-level one."""
+    if (policy.tokenizer.name or policy.model_name) == TINY_RANDOM:
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = choose_template(
             policy.tokenizer.chat_template, tokenizer.chat_template, "policy.tokenizer.chat_template"

@@ -17,7 +17,7 @@ from nemo_rl_cpp.data.conversation import prompts_of
 from nemo_rl_cpp.data.tokenizer import get_tokenizer
 from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.evals.eval import make_generation
-from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
+from nemo_rl_cpp.hub.sources import find_policy_weights, resolve_model
 from nemo_rl_cpp.models.generation.interfaces import generating
 from nemo_rl_cpp.models.hf_config import read_config_file
 from nemo_rl_cpp.rollouts.rollouts import attach_responses
@@ -177,8 +177,6 @@ def load(model: str | Path, *, precision: str | None = None, max_length: int | N
     the maximum number of tokens of prompt and response together; None: 2048, or what the model supports if that is
     less. Raise ValueError if the model cannot be found or loaded."""
     name = model_name(model)
-    if name == TINY_RANDOM:
-        raise ValueError(f"model is {TINY_RANDOM!r}, random weights that a run makes: give such a run's checkpoint_dir")
     folder = Path(resolve_model(find_policy_weights(name), key="the model"))
     if precision is None:
         saved = read_config_file(folder)

@@ -77,7 +77,7 @@ def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None,
     model = config.generation.model_name if evaluation else config.policy.model_name
     name = section.name or model
     try:
-        if name == model == sources.TINY_RANDOM:
+        if name == sources.TINY_RANDOM:
             tokenizer = tiny_tokenizer()
             tokenizer.chat_template = choose_template(value, tokenizer.chat_template, key)
             return tokenizer, []

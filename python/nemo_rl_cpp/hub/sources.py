@@ -99,6 +99,8 @@ def resolve_model(
     name = str(name_or_path)
     if name.lower() == SMOLLM2:
         return smollm2_folder()
+    if name == TINY_RANDOM:
+        raise SourceError(f"{key} is {name!r}, random weights that a run makes: give such a run's checkpoint_dir")
     check_is_no_file(name, key)
     try:
         return hub_folder(name, files, ask_hub, key)
@@ -261,9 +263,10 @@ def unreachable(repo: str, kind: str, key: str = "data.train.dataset_name") -> H
         "generation.model_name": " (and data.dataset_name)",
     }
     example = "evals/arithmetic_smollm2.yaml" if key.startswith("generation") else "grpo_arithmetic_smollm2.yaml"
+    local = f"as configs/{example} does" if "." in key else f"such as {SMOLLM2}"  # not a key of a configuration
     return HubUnreachableError(
         f"the {kind} {repo!r} is not on this machine and {hub_endpoint()} does not answer: set {key}{others.get(key, '')} to something "
-        f"local, as configs/{example} does, or try again with a network"
+        f"local, {local}, or try again with a network"
     )
 
 

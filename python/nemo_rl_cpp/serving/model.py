@@ -16,7 +16,7 @@ from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.checkpoint_template import settle_chat_template
 from nemo_rl_cpp.data.texts import bytes_of_token, token_bytes_table
 from nemo_rl_cpp.data.tokenizer import Tokenizer
-from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
+from nemo_rl_cpp.hub.sources import find_policy_weights, resolve_model
 from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.models.generation.native import native_runner
 from nemo_rl_cpp.models.hf_config import max_positions
@@ -178,10 +178,6 @@ def load_model(
     `limits`. `name` is a model folder, a model name, a checkpoint (`step_N`), or a run's folder, for its
     newest checkpoint; clients may also use `served_name`. `seed` seeds requests that name a rollout but no seed. Raise
     ValueError if the model cannot be found or does not fit."""
-    if name == TINY_RANDOM:
-        raise ValueError(
-            f"'{TINY_RANDOM}' has random weights: give the checkpoints of a run that has trained it, or a model"
-        )
     folder = resolve_model(find_policy_weights(name), key="--model")
     opened = open_model_folder(str(folder), max_length=sizes.max_model_len, length_key="--max-model-len", key="--model")
     opened = replace(opened, max_length=min(sizes.max_model_len or 1 << 60, max_positions(opened.config)))

@@ -5,9 +5,17 @@ import tiny
 from nemo_rl_cpp.algorithms import build, parts
 from nemo_rl_cpp.algorithms.checkpointing import Resume
 from nemo_rl_cpp.algorithms.train_state import TrainState
-from nemo_rl_cpp.config import load_ppo_config
+from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
+from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.loggers.logger import Logger
+
+
+def test_tiny_randoms_tokenizer_can_be_named_for_another_model():
+    policy = load_grpo_config(
+        "grpo_tiny.yaml", ["policy.model_name=./mine", "policy.tokenizer.name=tiny-random"]
+    ).policy
+    assert parts.make_tokenizer(policy).get_vocab() == tiny_tokenizer().get_vocab()
 
 
 def fail(*given, **more):

@@ -65,6 +65,19 @@ def test_trainer_takes_the_engines_sampling_settings_and_rejects_the_same_values
             make(model, temperature=-1)
 
 
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"learning_rate": float("nan")}, "lr must be a finite number"), ({"learning_rate": -1.0}, "lr must be at least 0, not -1.0"),
+    ({"betas": (1.0, 0.9)}, "betas.0 must be less than 1, not 1.0"), ({"eps": -1e-8}, "eps must be at least 0"),
+    ({"max_grad_norm": -1}, "max_grad_norm = -1: expected a number from 0"),
+])  # fmt: skip
+def test_optimizer_step_with_invalid_settings_raises_and_leaves_the_weights_unchanged(settings, said):
+    model = nemo_rl_cpp.Model("tiny-random")
+    trainer, before = nemo_rl_cpp.Trainer(model), model.native.digest()
+    with pytest.raises(ValueError, match=said):
+        trainer.step(**{"learning_rate": 0.1} | settings)
+    assert model.native.digest() == before
+
+
 def test_backward_passes_accumulate_gradients_and_an_optimizer_step_resets_them():
     norms = []
     for passes in (1, 2):

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.argument_checks import LARGEST, number
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.generation import GenerationConfig
+from nemo_rl_cpp.config.optimizer import OptimizerKwargs
 from nemo_rl_cpp.data.boundaries import end_token_ids, save_generation_config
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.data.tokenizer import Tokenizer
@@ -148,7 +150,10 @@ class Trainer:
         """Update the weights with AdamW, and reset the gradient to zero.
 
         Return the gradient's norm before it was clipped to `max_grad_norm` (0: no limit). If the norm is not finite,
-        the weights are unchanged."""
-        done = self._native.step(learning_rate, *betas, eps, weight_decay, max_grad_norm)
+        the weights are unchanged. Raise ValueError for settings that the configuration's optimizer rejects."""
+        given = {"lr": learning_rate, "betas": list(betas), "eps": eps, "weight_decay": weight_decay}
+        rule = as_model(given, OptimizerKwargs, "policy.optimizer.kwargs")
+        limit = number("max_grad_norm", max_grad_norm, 0, LARGEST)
+        done = self._native.step(rule.lr, *rule.betas, rule.eps, rule.weight_decay, limit)
         self._native.zero_grad()
         return done.grad_norm

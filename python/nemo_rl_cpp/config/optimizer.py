@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from .base import DTYPES, Count, NonNegative, Positive, Real, Section, key, section
 from .lora import LoraConfig, PeftConfig
@@ -28,6 +28,7 @@ def _full_name(dtype: object) -> str:
 _FUSED = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
 MomentDtype = Annotated[Literal["float32", "bfloat16", "uint8"], BeforeValidator(_full_name)]
 Float32 = Annotated[Literal["float32"], BeforeValidator(_full_name)]
+Beta = Annotated[Real, Field(ge=0, lt=1)]
 
 
 class AdamWConfig(Section):
@@ -49,7 +50,7 @@ class AdamWConfig(Section):
 class OptimizerKwargs(AdamWConfig):
     """Settings of AdamW, under the names of torch's arguments."""
 
-    betas: list[Real] = key(
+    betas: list[Beta] = key(
         [0.9, 0.999], "Decay rates of the first and the second moment, each in [0, 1).", min_length=2, max_length=2
     )
     eps: NonNegative = key(1e-8, "Constant added to the square root of the second moment.")
@@ -113,8 +114,8 @@ class MegatronOptimizerConfig(AdamWConfig):
     optimizer: Literal["adam"] = key("adam", "Optimizer. adam (with decoupled weight decay) is the only one.")
     lr: NonNegative = key(5e-6, "Maximum learning rate.")
     min_lr: NonNegative = key(5e-7, "Learning rate at the end of the decay.")
-    adam_beta1: Real = key(0.9, "Decay rate of the first moment.", ge=0, lt=1)
-    adam_beta2: Real = key(0.999, "Decay rate of the second moment.", ge=0, lt=1)
+    adam_beta1: Beta = key(0.9, "Decay rate of the first moment.")
+    adam_beta2: Beta = key(0.999, "Decay rate of the second moment.")
     adam_eps: NonNegative = key(1e-8, "Constant added to the square root of the second moment.")
     clip_grad: NonNegative | None = key(1.0, "Maximum global norm of the gradient. 0 or null: no clipping.")
     params_dtype: Literal["float32"] = key("float32", "The dtype of the optimizer's state is float32.")

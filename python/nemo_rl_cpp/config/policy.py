@@ -446,8 +446,6 @@ def _check_torch_optimizer(model: TrainedModelConfig, name: str, report: Report)
         backend = f"{name}.megatron_cfg.enabled"
         text = f"is null but {backend} is false; give an optimizer (torch.optim.AdamW) or enable that backend"
         report.add(f"{name}.optimizer", text, backend)
-    elif not all(0 <= beta < 1 for beta in model.optimizer.kwargs.betas):
-        report.add(f"{name}.optimizer.kwargs.betas", f"must lie in [0, 1), not {list(model.optimizer.kwargs.betas)}")
     stages = model.scheduler or []
     named = sum(stage.name is not None for stage in stages)
     milestones = [stage.milestones for stage in stages if stage.milestones is not None]

@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from nemo_rl_cpp.argument_checks import nearest
 from nemo_rl_cpp.config.cluster import trainers_of
 from nemo_rl_cpp.config.fold import fold_text
 from nemo_rl_cpp.config.lora import MAMBA_OUTPUT, LayerKinds, adapted_modules, nothing_adapted
@@ -29,7 +28,7 @@ from nemo_rl_cpp.hub.sources import (
     nearest_model,
 )
 from nemo_rl_cpp.models import memory
-from nemo_rl_cpp.models.hf_config import TINY_CONFIG, check_length, read_config_file
+from nemo_rl_cpp.models.hf_config import check_length, read_config_file
 from nemo_rl_cpp.models.memory import size_text
 from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder, tiny_random
 from nemo_rl_cpp.models.model_sizes import model_sizes
@@ -137,11 +136,6 @@ def _check_model(use: _Use) -> Iterator[Finding]:
     folder.check_weights()
     for remark in folder.remarks:
         yield Finding("warning", use.key, f"is {use.name}: {note_as_said(remark)}")
-    raw = TINY_CONFIG if folder.path is None else read_config_file(folder.path)
-    for name in (use.overrides or {}).keys() - raw.keys():  # config.json need not have a key that the model knows
-        if near := nearest(name, raw, 0.8):
-            text = f"is not in the config.json of {use.name}: did you mean {near}?"
-            yield Finding("warning", f"{use.key.rpartition('.')[0]}.hf_config_overrides.{name}", text)
     return folder
 
 

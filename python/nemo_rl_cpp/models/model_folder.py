@@ -8,6 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.argument_checks import nearest
 from nemo_rl_cpp.errors import say_once
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, ModelFolderError, resolve_model
@@ -209,8 +210,10 @@ def open_model_folder(
 def tiny_random(overrides: Mapping[str, Plain] | None = None, **fields: object) -> ModelFolder:
     """Return the small model with random weights that `tiny-random` names. `fields` are further fields of
     `ModelFolder`."""
+    remarks = _override_remarks(TINY_RANDOM, hf_config.TINY_CONFIG, overrides)
     try:
-        return ModelFolder(hf_config.canonical_config(hf_config.TINY_CONFIG, overrides), None, **fields)
+        config = hf_config.canonical_config(hf_config.TINY_CONFIG, overrides)
+        return ModelFolder(config, None, remarks=tuple(remarks), **fields)
     except ModelFolderError as error:
         raise ModelFolderError(f"{TINY_RANDOM} with hf_config_overrides: {error}") from None
 
@@ -228,8 +231,9 @@ def read_model_folder(path: Path, overrides: Mapping[str, Plain] | None = None, 
         return ModelFolder(
             config, base, **{"seed": adapter.seed} | fields, quantization=adapter.quantization, adapter=adapter
         )
-    file = path / "config.json"
-    remarks = [f"{file}: {remark}" for remark in hf_config.config_remarks(hf_config.read_config_file(path))]
+    file, raw = path / "config.json", hf_config.read_config_file(path)
+    remarks = [f"{file}: {remark}" for remark in hf_config.config_remarks(raw)]
+    remarks += _override_remarks(str(path), raw, overrides)
     if (path / SINGLE_FILE).is_file() and (path / INDEX_FILE).is_file():
         remarks.append(
             f"{path} holds {SINGLE_FILE} and {INDEX_FILE}: {SINGLE_FILE} counts, as in transformers, not the files of the index"
@@ -241,6 +245,13 @@ def read_model_folder(path: Path, overrides: Mapping[str, Plain] | None = None, 
             "the two are kept apart (tie_word_embeddings=false)"
         )
     return ModelFolder(config, path, remarks=tuple(remarks), **fields)
+
+
+def _override_remarks(name: str, raw: Mapping[str, Plain], overrides: Mapping[str, Plain] | None) -> list[str]:
+    """Return a warning for each override that is not in config.json, `raw`, but resembles one of its keys. config.json
+    need not have every key that the model knows."""
+    near = {key: nearest(key, raw, 0.8) for key in overrides or {} if key not in raw}
+    return [f"{key} is not in the config.json of {name}: did you mean {its}?" for key, its in near.items() if its]
 
 
 def _has_own_head(path: Path) -> bool:

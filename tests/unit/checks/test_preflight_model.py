@@ -78,7 +78,7 @@ def only(config, level="error"):
     "key, near", [("rope_teta", "rope_theta"), ("hiden_size", "hidden_size"), ("rms_norm_eps", None)]
 )
 def test_override_that_is_a_misspelt_key_of_the_models_config_is_a_warning(model, key, near):
-    text = f"policy.hf_config_overrides.{key} is not in the config.json of {model}: did you mean {near}?"
+    text = f"policy.model_name is {model}: {key} is not in the config.json of {model}: did you mean {near}?"
     assert said(grpo(model, f"policy.hf_config_overrides={{{key}: 0.1}}")) == ([("warning", text)] if near else [])
 
 

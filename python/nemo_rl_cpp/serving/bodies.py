@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
+from nemo_rl_cpp.argument_checks import did_you_mean
+
 Text = Annotated[str, StringConstraints(strict=True)]
 Whole = Annotated[int, Field(strict=True)]
 Likeliest = Annotated[int, Field(strict=True, ge=0, le=20)]  # the limit of csrc/ops/likeliest.h
@@ -202,7 +204,8 @@ def read_body(kind: type[Body], data: object) -> Body:
         deepest = max(of_field, key=lambda i: len(paths[i]))
         first, path = errors[deepest], ".".join(map(str, paths[deepest]))
         if first["type"] == "extra_forbidden":
-            text = f"{path} is not known here: leave it out, or see docs/serving.md for what there is instead"
+            otherwise = "leave it out, or see docs/serving.md for what there is instead"
+            text = f"{path} is not known here: {did_you_mean(path, kind.model_fields, otherwise, 0.75)}"
         else:
             text = f"{path or 'the body'}: {first['msg']}"
             text += f", not {first.get('input')!r:.80}" if first["type"] not in ("missing", "too_short") else ""

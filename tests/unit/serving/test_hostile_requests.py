@@ -77,6 +77,8 @@ def test_error_for_an_invalid_field_of_a_completion_request_names_it(http, field
      "messages.0.content.1.type: Input should be 'text', not 'image_url'"),
     (ChatBody, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid string, not 5"),
     (ChatBody, {"messages": []}, "messages: List should have at least 1 item after validation, not 0"),
+    (CompletionBody, {"prompt": "x", "max_new_tokens": 3}, "max_new_tokens is not known here: did you mean max_tokens?"),
+    (CompletionBody, {"prompt": "x", "features": 3}, "features is not known here: leave it out, or see docs/serving.md"),
     (CompletionBody, {"prompt": [3, -1]}, "prompt.1: Input should be greater than or equal to 0, not -1"),
 ])  # fmt: skip
 def test_error_for_a_request_field_of_several_types_names_the_invalid_element(kind, field, said):

@@ -310,9 +310,11 @@ def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
     """Report mistakes in the LoRA settings of `model`, the section named `name` ("policy" or "value")."""
     lora, prefix = model.lora, model.lora_key(name)
     if lora is None:
-        prefix = f"{name}.dtensor_cfg.lora_cfg"
+        prefix, megatron = f"{name}.dtensor_cfg.lora_cfg", f"{name}.megatron_cfg.enabled"
+        if model.megatron_cfg.peft.enabled:
+            text = f"needs {megatron}=true and {name}.dtensor_cfg.enabled=false: set them so, or this to false"
+            report.add(f"{name}.megatron_cfg.peft.enabled", text, megatron)
         if model.dtensor_cfg.lora_cfg.enabled:
-            megatron = f"{name}.megatron_cfg.enabled"
             text = f"needs {name}.dtensor_cfg.enabled=true and {megatron}=false: set them so, or this to false"
             report.add(f"{prefix}.enabled", text, megatron)
         else:

@@ -61,6 +61,11 @@ def read_config_file(folder: str | Path) -> dict[str, Plain]:
     path = Path(folder) / "config.json"
     adapter = next((name for name in _ADAPTER_FILES if (Path(folder) / name).exists()), None)
     if adapter is not None:
+        merged = Path(folder).parent
+        if (Path(folder) / "base.json").is_file() and any(merged.glob("*.safetensors")):  # a run saved both
+            raise ModelFolderError(
+                f"{folder} holds an adapter: did you mean {merged}, the model with the adapter merged?"
+            )
         alone = f", or remove {adapter} to use the model without it" if path.is_file() else ""
         raise ModelFolderError(
             f"{folder} holds {adapter}, an adapter, which is not applied to a model here: merge it into its base model with peft "

@@ -301,6 +301,13 @@ def test_error_for_a_run_folder_as_model_name_suggests_the_weights_folder_inside
     assert said(evaluation("run", "generation.vllm_cfg.max_model_len=16", "generation.max_new_tokens=16")) == []
 
 
+def test_error_for_an_adapter_of_a_run_names_the_merged_model(model):
+    (model / "adapter").mkdir()
+    for name in ("adapter_config.json", "base.json"):
+        (model / "adapter" / name).write_text("{}")
+    assert only(grpo(model / "adapter")).endswith(f"did you mean {model}, the model with the adapter merged?")
+
+
 def tied_with_a_head_of_its_own(folder):
     """The model's weights, and a head beside them that is not the (zero) embedding."""
     raw = (folder / "model.safetensors").read_bytes()

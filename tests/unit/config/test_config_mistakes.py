@@ -141,6 +141,9 @@ BAD_FILES = {
     "heads that would change the policy": (
         "policy:\n  model_name: m\n  megatron_cfg: {enabled: true, mtp_num_layers: 2}", "policy.megatron_cfg.mtp_num_layers", 3,
         ["would change the policy", "mtp_detach_heads to true"]),
+    "Megatron's LoRA without Megatron": (
+        "policy:\n  model_name: m\n  megatron_cfg: {peft: {enabled: true}}", "policy.megatron_cfg.peft.enabled", 3,
+        ["needs policy.megatron_cfg.enabled=true and policy.dtensor_cfg.enabled=false"]),
     "router replay": (
         "policy:\n  model_name: m\n  backend: hf\n  router_replay: {enabled: true}", "policy.router_replay.enabled", 4, ["native"]),
     "weights without gdpo": (

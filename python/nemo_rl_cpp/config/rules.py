@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 from nemo_rl_cpp.dotted_names import is_dotted, is_user_defined
 from nemo_rl_cpp.files.prompt_files import find_prompt
-from nemo_rl_cpp.hub.sources import TINY_RANDOM
 
 from . import rules_model
 from .cluster import engines_of, trainers_of
@@ -316,9 +315,6 @@ def _check_checkpointing(config: TrainMasterConfig, report: Report) -> None:
 
 def check_eval(config: EvalMasterConfig, report: Report) -> None:
     wanted, generation, several = config.eval, config.generation, "eval.num_tests_per_prompt"
-    if generation.model_name == TINY_RANDOM:
-        text = f"is {TINY_RANDOM}, random weights that a run makes: name the checkpoint_dir of such a run"
-        report.add("generation.model_name", text)
     if wanted.k_value > wanted.num_tests_per_prompt:
         text = f"is {wanted.k_value}, but each prompt gets {wanted.num_tests_per_prompt} responses; raise {several}"
         report.add("eval.k_value", text, several)

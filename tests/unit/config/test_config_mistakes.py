@@ -294,7 +294,6 @@ def test_config_error_that_only_follows_from_another_is_not_reported():
 
 
 EVAL_CASES = {
-    "random weights": ("generation.model_name=tiny-random", "generation.model_name", ["name the checkpoint_dir"]),
     "k": ("eval.k_value=2", "eval.k_value", ["eval.num_tests_per_prompt"]),
     "greedy": ("eval.num_tests_per_prompt=4", "generation.temperature", ["above 0"]),
     "metric": ("eval.metric=pass", "eval.metric", ["pass@k, cons@k"]),

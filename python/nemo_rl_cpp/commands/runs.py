@@ -241,9 +241,9 @@ def _time_text(config: WholeConfig) -> str | None:
     """Return a sentence on how long a step and the run take, measured in about a second; None if it is not known."""
     if not has_time_forecast(config):
         return None
-    from nemo_rl_cpp.algorithms.step_time import time_text  # loads torch
-
     try:
+        from nemo_rl_cpp.algorithms.step_time import time_text  # loads torch, which a check does not need otherwise
+
         return time_text(config)
     except Exception:  # noqa: BLE001 - a run whose time cannot be measured, by a lack of memory perhaps, may still train
         return None

@@ -1,6 +1,8 @@
 """The forecast of a step's time: its arithmetic against counts by hand, its measurements on every kind of model, and
 where it is printed. No test depends on how fast the machine is."""
 
+import sys
+
 import pytest
 import torch
 from nemo_rl_cpp import cli
@@ -146,4 +148,10 @@ def test_nothing_is_forecast_for_other_engines_several_processes_and_teachers(ca
     assert not of("policy.model_name=nobody/is-not-here")
     assert not of(load=load_distillation_config, config="configs/distillation_arithmetic_smollm2.yaml")
     assert cli.main(["check", "--config", "grpo_tiny.yaml", *vllm]) == 0
+    assert "a step takes" not in capsys.readouterr().out
+
+
+def test_check_without_torch_prints_no_forecast_and_succeeds(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nemo_rl_cpp.algorithms.step_time", None)  # its import fails
+    assert cli.main(["check", "--config", "grpo_tiny.yaml"]) == 0
     assert "a step takes" not in capsys.readouterr().out

@@ -67,7 +67,9 @@ class Shape:
         most = min(config.data.max_input_seq_length or longest, longest - 1)
         known = lengths or Lengths(most, most)
         if config.algorithm == "sft":
-            return cls(loop.num_prompts_per_step, 1, round(known.prompt - known.answer), max(1, round(known.answer)))
+            whole = min(known.prompt, longest)  # longer rows are cut
+            answer = min(known.answer, whole)
+            return cls(loop.num_prompts_per_step, 1, round(whole - answer), max(1, round(answer)))
         prompt = max(1, round(min(known.prompt, longest - 1)))
         new = min(policy.generation.max_new_tokens or longest, longest - prompt)
         return cls(loop.num_prompts_per_step, loop.num_generations_per_prompt, prompt, new)

@@ -90,6 +90,8 @@ def test_shape_of_a_step_has_responses_of_the_maximum_length():
     assert Shape.of(config, None) == Shape(32, 8, 15, 1)  # prompts of max_total_sequence_length, 16
     answers = load_sft_config("configs/sft_arithmetic_smollm2.yaml")
     assert Shape.of(answers, Lengths(30.0, 4.0)) == Shape(answers.sft.num_prompts_per_step, 1, 26, 4)
+    limit = answers.policy.max_total_sequence_length
+    assert Shape.of(answers, Lengths(3.0 * limit, 4.0)) == Shape(answers.sft.num_prompts_per_step, 1, limit - 4, 4)
     answers.data.max_input_seq_length = 50  # rows of unknown length: longer ones are cut
     assert Shape.of(answers, None) == Shape(answers.sft.num_prompts_per_step, 1, 0, 50)
 

@@ -71,14 +71,14 @@ def split_projections(
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
     """Yield the tensors of a checkpoint in `folder` with each fused projection as the native core's matrices. One with
     an unexpected number of rows is yielded unchanged."""
-    import numpy as np
-
     places = None
     for name, tensor in tensors:
         found = _NAME.fullmatch(name)
         if found is None or found[2] not in PARTS:
             yield name, tensor
             continue
+        import numpy as np  # takes time to load, and most models have no such tensor
+
         if places is None:
             config = read_config(folder)
             places = part_rows(config) if is_fused(config) else {}

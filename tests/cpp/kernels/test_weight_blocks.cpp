@@ -129,6 +129,7 @@ TEST(WeightBlocks, ProductsOfFewRowsHaveTheBitsOfThoseWithUnpackedWeights) {
       const auto rows = drawn_blocks(format), tiles = tiles_of(format, rows);
       std::vector<bfloat16> w;
       for (std::int64_t i = 0; i < kRows * K; ++i) w.emplace_back(weight(format, rows, i / K, i % K));
+      ASSERT_GE(with.most_rows(format), kLinearFewRows) << with.name;
       for (const std::int64_t M : {1, 2, 7, 8, 9, 16, 17, 24, 32}) {
         if (M > with.most_rows(format)) continue;
         const auto x = drawn(M * K, Values::spread, 3);
@@ -149,7 +150,7 @@ TEST(WeightBlocks, ProductsOfFewRowsHaveTheBitsOfThoseWithUnpackedWeights) {
             expected[static_cast<std::size_t>(i)] = tile_sum(
                 K, [&](std::int64_t k) { return at(w, i % kRows * K + k); },
                 [&](std::int64_t k) { return at(x, i / kRows * K + k); }, 0.0f);
-          ASSERT_EQ(at(y, i), at(expected, i)) << with.name << " " << static_cast<int>(format) << " " << i;
+          expect_bits(at(y, i), at(expected, i), with.name, i);
         }
       }
     }

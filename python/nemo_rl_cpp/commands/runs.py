@@ -30,8 +30,8 @@ _CHECK_EXAMPLES = """examples:
   nemo-rl-cpp check --config grpo_tiny.yaml grpo.num_generations_per_prompt=16
 
 If the native core trains in one process on the CPU, check also measures it for about a second, and prints how long a
-step and the run take if every response has the maximum length, as the first lines of a run do. Validation, checkpoints
-and the time that environments take are not counted. A machine that is busy with other programs measures longer times."""
+step and the run take if every response has the maximum length. Validation, checkpoints and the time that environments
+take are not counted. A machine that is busy with other programs measures longer times."""
 _CONFIGS_EXAMPLES = """examples:
   nemo-rl-cpp configs
   nemo-rl-cpp configs ppo"""
@@ -232,8 +232,6 @@ def _is_ready(config: WholeConfig) -> bool:
         key = f"{'policy' if trains else 'generation'}.model_name"
         resolve_model(name, key=key, files=TOKENIZER_FILES, ask_hub=False)
     stage("loading torch")
-    if (text := _time_text(config)) is not None:
-        print(f"  {'time':<10}{text}", flush=True)
     return True
 
 

@@ -58,7 +58,7 @@ def test_unmerged_and_merged_lora_adapters_give_equal_results_in_float64(targets
 
 @pytest.mark.parametrize(
     "targets, spread, changes",
-    [(ALL, 0.2, {}), (SOME, 0.2, {}), (ALL_OF_MIXTURE, 0.1, MIXTURE)],
+    [(ALL, 0.2, {}), (SOME, 0.2, {}), (ALL_OF_MIXTURE, 0.07, MIXTURE)],
     ids=["all", "some", "mixture"],
 )
 def test_float32_gradients_of_an_unmerged_lora_adapter_match_float64_within_1e_5(targets, spread, changes):

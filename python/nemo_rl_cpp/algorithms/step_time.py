@@ -298,10 +298,8 @@ def measured_step_time(config: TrainMasterConfig, shape: Shape) -> tuple[float, 
     use_threads(config.cluster)
     costs, rates, needed = {}, {}, 0.0
     for section, model in config.trained_models().items():
-        path, of = (
-            local_folder(model.model_name),
-            {"overrides": model.hf_config_overrides, "value_head": section == "value"},
-        )
+        path = local_folder(model.model_name)
+        of = {"overrides": model.hf_config_overrides, "value_head": section == "value"}
         folder = tiny_random(**of) if path is None else read_model_folder(path, **of)
         costs[section], decode = Costs.of(folder.native()), 0.0
         if section == "policy" and config.algorithm != "sft":

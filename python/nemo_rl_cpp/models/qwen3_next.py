@@ -29,6 +29,12 @@ WHOLE = {part: fused for fused, parts in PARTS.items() for part in parts}
 _NAME = re.compile(r"(.*\.linear_attn\.)(in_proj_\w+)(\.weight|\.lora_[AB]\.weight)")
 
 
+def _projection(tensor: str, among: Mapping[str, object]) -> tuple[str, str, str] | None:
+    """Return the path, the matrix and the kind of a tensor's name if its matrix is one of `among`, else None."""
+    found = _NAME.fullmatch(tensor)
+    return found.groups() if found is not None and found[2] in among else None
+
+
 def is_fused(config: Mapping[str, Plain]) -> bool:
     """Return whether checkpoints of the model with this config.json hold fused projections."""
     return config["model_type"] == "qwen3_next"
@@ -73,16 +79,17 @@ def split_projections(
     an unexpected number of rows is yielded unchanged."""
     places = None
     for name, tensor in tensors:
-        found = _NAME.fullmatch(name)
-        if found is None or found[2] not in PARTS:
+        found = _projection(name, PARTS)
+        if found is None:
             yield name, tensor
             continue
+        path, fused, _ = found
         import numpy as np  # takes time to load, and most models have no such tensor
 
         if places is None:
             config = read_config(folder)
             places = part_rows(config) if is_fused(config) else {}
-        parts = places.get(found[2], {})
+        parts = places.get(fused, {})
         if tensor.shape[0] != sum(map(len, parts.values())):
             yield name, tensor
             continue
@@ -91,7 +98,7 @@ def split_projections(
             if (data := getattr(tensor, "data", None)) is not None:
                 taken = np.frombuffer(data, np.uint8).reshape(tensor.shape[0], -1)[rows]
                 entry = entry._replace(data=memoryview(taken.reshape(-1)))
-            yield f"{found[1]}{part}.weight", entry
+            yield f"{path}{part}.weight", entry
 
 
 def joined_projections(tensors: Mapping[str, Tensor], config: Mapping[str, Plain]) -> Iterator[tuple[str, Tensor]]:
@@ -103,12 +110,15 @@ def joined_projections(tensors: Mapping[str, Tensor], config: Mapping[str, Plain
         for fused, parts in part_rows(config).items()
     }
     for name, tensor in tensors.items():
-        found = _NAME.fullmatch(name)
-        if found is None or found[2] not in WHOLE:
+        found = _projection(name, WHOLE)
+        if found is None:
             yield name, tensor
-        elif found[2] == PARTS[fused := WHOLE[found[2]]][0]:
-            parts = [tensors[f"{found[1]}{part}.weight"] for part in PARTS[fused]]
-            yield f"{found[1]}{fused}.weight", torch.cat(parts)[orders[fused]]
+            continue
+        path, part, _ = found
+        fused = WHOLE[part]
+        if part == PARTS[fused][0]:
+            parts = [tensors[f"{path}{each}.weight"] for each in PARTS[fused]]
+            yield f"{path}{fused}.weight", torch.cat(parts)[orders[fused]]
 
 
 # The adapters of a fused projection's two matrices, A_1, B_1 and A_2, B_2 of rank dim, are one adapter of rank 2 dim:
@@ -120,11 +130,10 @@ def joined_adapters(tensors: Mapping[str, Tensor], config: Mapping[str, Plain], 
     """Return the tensors of an adapter in PEFT's format with one adapter for each fused projection. `dim`: the rank."""
     places, joined = part_rows(config), {}
     for name, tensor in tensors.items():
-        found = _NAME.fullmatch(name)
-        if found is None or found[2] not in WHOLE:
+        if (found := _projection(name, WHOLE)) is None:
             joined[name] = tensor
             continue
-        path, part, kind = found.groups()
+        path, part, kind = found
         parts = places[WHOLE[part]]
         first = list(parts).index(part) * dim
         is_a = kind == ".lora_A.weight"
@@ -144,11 +153,10 @@ def split_adapters(
     `joined_adapters`."""
     places, split = part_rows(config), {}
     for name, tensor in tensors.items():
-        found = _NAME.fullmatch(name)
-        if found is None or found[2] not in PARTS:
+        if (found := _projection(name, PARTS)) is None:
             split[name] = tensor
             continue
-        path, fused, kind = found.groups()
+        path, fused, kind = found
         for index, (part, rows) in enumerate(places[fused].items()):
             mine = slice(index * dim, (index + 1) * dim)
             if tensors[f"{path}{fused}.lora_A.weight"][mine].any():  # otherwise the matrix has no adapter

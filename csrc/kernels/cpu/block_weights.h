@@ -36,6 +36,13 @@ template <class F>
   return scale;
 }
 
+/// The scale of row r of a tile.
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline float tile_scale(const std::byte* tile, std::int64_t r) {
+  const std::byte* const at = tile + r * scale_bytes(kFormat);
+  return kFormat == BlockFormat::nf4 ? single_scale_of(at) : scale_of(at);
+}
+
 /// Asks for the memory of a tile.
 template <BlockFormat kFormat>
 [[gnu::always_inline]] inline void ask_for(const std::byte* tile) {
@@ -123,8 +130,7 @@ using Halves = std::int16_t __attribute__((vector_size(kRegisterBytes / 2)));  /
 /// out[32] = the weights of row r of a tile.
 template <BlockFormat kFormat, class T>
 inline void unpack_row(const std::byte* tile, std::int64_t r, T* out) {
-  const std::byte* const scale_at = tile + r * scale_bytes(kFormat);
-  const float scale = kFormat == BlockFormat::nf4 ? single_scale_of(scale_at) : scale_of(scale_at);
+  const float scale = tile_scale<kFormat>(tile, r);
   for (std::int64_t part = 0; part < kCodeParts<kFormat>; ++part) {
     std::uint8_t q[kHalfBlock];
     SixteenCodes<kFormat>::load(tile, r, part, q);
@@ -399,12 +405,6 @@ template <BlockFormat kFormat>
   }
 }
 
-/// The scale of row r of a tile.
-template <BlockFormat kFormat>
-[[gnu::always_inline]] inline float scale_of_row(const std::byte* tile, std::int64_t r) {
-  const std::byte* const at = tile + r * scale_bytes(kFormat);
-  return kFormat == BlockFormat::nf4 ? single_scale_of(at) : scale_of(at);
-}
 /// Whether a scale of the tile is infinite or no number. Such weights are rounded one by one.
 template <BlockFormat kFormat>
 [[gnu::always_inline]] inline bool has_wild_scale(const std::byte* tile) {
@@ -432,7 +432,7 @@ inline void unpack_tile(const std::byte* tile, T* out, std::int64_t ldo) {
   if (!has_wild_scale<kFormat>(tile))
     return for_each_two_rows<kFormat>(
         tile, [&](int row, int other, int part, __m256i codes) __attribute__((always_inline)) {
-          const float scales[] = {scale_of_row<kFormat>(tile, row), scale_of_row<kFormat>(tile, other)};
+          const float scales[] = {tile_scale<kFormat>(tile, row), tile_scale<kFormat>(tile, other)};
           T* const rows[] = {out + row * ldo, out + other * ldo};
           if constexpr (kFormat == BlockFormat::q8_0) {
             put_q8_0(_mm256_permute2x128_si256(codes, codes, 0x00), scales[0], rows[0] + 16 * part);

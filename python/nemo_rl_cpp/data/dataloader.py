@@ -38,8 +38,8 @@ class StatefulDataLoader:
     the epoch.
 
     The position is two numbers, so it can be saved after every step. A resumed loader continues with exactly the rows
-    that would have come next, whatever the batch size. `iter()` continues the unfinished epoch of a loaded state, or
-    begins the next epoch. `drop_last` skips an incomplete last batch. With `num_workers` > 0, that many threads
+    that would have come next, whatever the batch size. `iter()` continues the unfinished epoch of a loaded state if it
+    has a batch left, or begins the next epoch. `drop_last` skips an incomplete last batch. With `num_workers` > 0, that many threads
     tokenize the next batch while the current one is in use. With several threads, the result of a processor must not
     depend on its earlier calls."""
 
@@ -81,11 +81,13 @@ class StatefulDataLoader:
         self._newest += 1
 
     def __iter__(self) -> Iterator[BatchedDataDict]:
-        if not self._resume and self._cursor:
+        rows = len(self.dataset)
+        # the state may have been saved with smaller batches, and have too few rows left for one of this size
+        no_batch_left = self.drop_last and rows - self._cursor < self.batch_size
+        if self._cursor and (not self._resume or no_batch_left):
             self.epoch, self._cursor = self.epoch + 1, 0
         self._resume = False
         self._newest += 1
-        rows = len(self.dataset)
         order = permutation(rows, self.seed, self.epoch) if self.shuffle else list(range(rows))
         return self._batches(order, self._cursor, self._newest)
 

@@ -396,11 +396,13 @@ class PromptSource:
         return repeated
 
     def _draw(self) -> BatchedDataDict:
+        epoch = begun = getattr(self.loader, "epoch", 0)  # alternating loaders have no epochs
         if self._batches is None:
-            self._batches = iter(self.loader)
-        epoch = getattr(self.loader, "epoch", None)  # alternating loaders have no epochs
+            self._batches = iter(self.loader)  # skips an epoch whose rest is too small for a batch
+            begun = getattr(self.loader, "epoch", 0)
         batch = next(self._batches)
-        if getattr(self.loader, "epoch", None) != epoch:
+        now = getattr(self.loader, "epoch", 0)
+        if now != begun:
             self._batches = None
-            self.finished_epochs += 1
+        self.finished_epochs += now - epoch
         return batch

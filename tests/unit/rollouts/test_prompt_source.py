@@ -62,6 +62,21 @@ def test_resumed_prompt_source_continues_with_the_next_rows_and_draw_ids():
         assert got["idx"] == want["idx"] and got["draw_ids"].tolist() == want["draw_ids"].tolist()
 
 
+@pytest.mark.parametrize("batch, drawn, ended", [
+    (4, [[6, 7, 8, 9], [0, 1, 2, 3], [4, 5, 6, 7]], [1, 1, 2]),
+    (5, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [0, 1, 2, 3, 4]], [1, 2, 2]),
+    (10, [list(range(10))] * 2, [2, 3]),
+])  # fmt: skip
+def test_prompt_source_resumed_with_larger_batches_skips_a_rest_of_the_epoch_that_is_too_small(batch, drawn, ended):
+    first = source(count=10, batch=3, generations=1)
+    first.next(), first.next()  # four rows are left
+    second = source(count=10, batch=batch, generations=1)
+    second.loader.load_state_dict(first.loader.state_dict())
+    for rows_of_batch, epochs in zip(drawn, ended, strict=True):
+        assert second.next()["idx"] == rows_of_batch
+        assert second.finished_epochs == epochs
+
+
 def test_prompt_source_returns_batched_data_dicts():
     assert isinstance(source().next(), BatchedDataDict)
 

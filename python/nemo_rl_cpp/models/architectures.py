@@ -1,7 +1,9 @@
 """The table of supported architectures: for each model_type, the structure of its layers and the defaults of its
 config.json."""
 
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl_cpp.files.yaml_text import Plain
@@ -189,124 +191,22 @@ WITH_A_TEXT_SECTION = {
 """model_type of a vision-language model -> model_type and class of its text_config. Only the text model is computed."""
 
 
-# The defaults of transformers 5 for keys that config.json omits.
-_EVERY = {
-    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}  # fmt: skip
-_QWEN = {
-    **_EVERY, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
-    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
-}  # fmt: skip
-_LLAMA = {
-    **_EVERY,
-    "vocab_size": 32000,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 2048,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_MISTRAL = {
-    **_EVERY, "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
-}  # fmt: skip
-_OLMO2 = {
-    **_EVERY, "vocab_size": 50304, "intermediate_size": 11008, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False,
-}  # fmt: skip
-_GRANITE = {
-    **_LLAMA, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
-}  # fmt: skip
-_SMOLLM3 = {
-    **_LLAMA, "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4,
-    "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": None, "no_rope_layer_interval": 4,
-    "tie_word_embeddings": True,
-}  # fmt: skip
-_PHI3 = {
-    **_EVERY, "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
-    "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None,
-}  # fmt: skip
-_GEMMA3 = {
-    "vocab_size": 262208, "hidden_size": 2304, "rms_norm_eps": 1e-6, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
-    "tie_word_embeddings": True, "attention_bias": False, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-    "sliding_window_pattern": 6,
-}  # fmt: skip
-_GEMMA2 = {
-    **{key: value for key, value in _GEMMA3.items() if key != "sliding_window_pattern"}, "vocab_size": 256000,
-    "max_position_embeddings": 8192, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
-}  # fmt: skip
-_EXPERTS = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
-_QWEN_MOE = {
-    **{key: value for key, value in _QWEN.items() if key != "max_window_layers"}, **_EXPERTS, "hidden_size": 2048, "num_hidden_layers": 24,
-    "decoder_sparse_step": 1, "norm_topk_prob": False, "mlp_only_layers": [],
-}  # fmt: skip
-_QWEN2_MOE = {
-    **_QWEN_MOE, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16, "max_window_layers": 28,
-    "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60, "qkv_bias": True,
-}  # fmt: skip
-_QWEN3_MOE = {
-    **_QWEN_MOE, "intermediate_size": 6144, "num_key_value_heads": 4, "attention_bias": False, "moe_intermediate_size": 768,
-    "num_experts_per_tok": 8, "num_experts": 128,
-}  # fmt: skip
-_OLMOE = {
-    **_EVERY, **_EXPERTS, "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "attention_bias": False, "router_aux_loss_coef": 0.01, "num_experts_per_tok": 8,
-    "num_experts": 64, "norm_topk_prob": False,
-}  # fmt: skip
-_MIXTRAL = {
-    **_MISTRAL, **_EXPERTS, "rms_norm_eps": 1e-5, "sliding_window": None, "num_experts_per_tok": 2, "num_local_experts": 8,
-}  # fmt: skip
-_QWEN3_5 = {
-    **_EVERY, "vocab_size": 248320, "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
-    "max_position_embeddings": 32768, "attention_bias": False, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}  # fmt: skip
-_QWEN3_5_MOE = {
-    **_QWEN3_5, **_EXPERTS, "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "num_experts": 256,
-}  # fmt: skip
-_QWEN3_NEXT = {
-    **_QWEN3_5_MOE, "vocab_size": 151936, "intermediate_size": 5632, "num_hidden_layers": 48, "num_experts_per_tok": 10, "num_experts": 512,
-    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
-_GPT_OSS = {
-    **_EVERY, **_EXPERTS, "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "head_dim": 64,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True,
-    "sliding_window": 128, "num_experts_per_tok": 4, "num_local_experts": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
-}  # fmt: skip
+def _read_defaults() -> dict[str, dict[str, Plain]]:
+    """Return {model_type: transformers 5's defaults for keys that config.json omits}, from config_defaults.json. There
+    an entry has the keys of the entry `like`, which stands above it, and its own."""
+    defaults: dict[str, dict[str, Plain]] = {}
+    for name, own in json.loads(Path(__file__).with_name("config_defaults.json").read_text(encoding="utf-8")).items():
+        defaults[name] = defaults.get(own.pop("like", ""), {}) | own
+    return defaults
+
+
+_DEFAULTS = _read_defaults()
 _GPT_OSS_ROPE = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
-_NEMOTRON_H = {
-    **_EVERY, "vocab_size": 131072, "intermediate_size": 21504, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096,
-    "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2", "hybrid_override_pattern": "ME*-", "ssm_state_size": 128, "mamba_num_heads": 128,
-    "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4, "time_step_limit": [0.0, float("inf")], "mamba_hidden_act": "silu",
-    "use_conv_bias": True, "n_routed_experts": 8, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
-    "num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
-    "moe_latent_size": None,
-}  # fmt: skip
-_GLM4_MOE = {
-    **_EVERY, **_EXPERTS, "vocab_size": 151552, "intermediate_size": 10944, "num_hidden_layers": 46, "num_attention_heads": 96,
-    "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": False, "partial_rotary_factor": 0.5,
-    "use_qk_norm": False, "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128,
-    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
-}  # fmt: skip
-_DEEPSEEK_V3 = {
-    **_EVERY, **_EXPERTS, "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128,
-    "num_key_value_heads": 128, "max_position_embeddings": 4096, "attention_bias": False, "rope_interleave": True, "q_lora_rank": 1536,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_intermediate_size": 2048,
-    "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 256, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
-    "first_k_dense_replace": 3, "norm_topk_prob": True,
-}  # fmt: skip
-_GLM4_MOE_LITE = {
-    **_DEEPSEEK_V3, "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 47, "num_attention_heads": 20,
-    "num_key_value_heads": 20, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192,
-    "v_head_dim": 256, "moe_intermediate_size": 1536, "num_experts_per_tok": 4, "n_routed_experts": 64, "routed_scaling_factor": 1.8,
-    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "mlp_layer_types": None,
-}  # fmt: skip
 _QWEN3_5_LAYERS = Architecture(
-    "Qwen3_5Text", _QWEN3_5, biases=(), qk_norm="head", norm_offset=1.0, partial_rotary=True,
+    "Qwen3_5Text", _DEFAULTS["qwen3_5_text"], biases=(), qk_norm="head", norm_offset=1.0, partial_rotary=True,
     layer_types=lambda form: _listed(form, form["full_attention_interval"], RECURRENT), lists_layers=True, output_gate=True,
     only={"attention_bias": False}, recurrent=RECURRENT_SIZES,
 )  # fmt: skip
@@ -315,69 +215,69 @@ _AROUND = {"before_attention": "input_layernorm", "before_mlp": "pre_feedforward
 _BEHIND_THE_FIRST = _where_switched_on(lambda form, i: i >= form["max_window_layers"])
 _SIGMOID_EXPERTS = Experts("n_routed_experts", shared="n_shared_experts", sigmoid=True)
 SUPPORTED_ARCHITECTURES = {
-    "llama": Architecture("Llama", _LLAMA, biases=("attention", "mlp")),
-    "mistral": Architecture("Mistral", _MISTRAL, biases=(), layer_types=_all_sliding),
-    "olmo2": Architecture("Olmo2", _OLMO2, qk_norm="whole", norms=_BEHIND),
+    "llama": Architecture("Llama", _DEFAULTS["llama"], biases=("attention", "mlp")),
+    "mistral": Architecture("Mistral", _DEFAULTS["mistral"], biases=(), layer_types=_all_sliding),
+    "olmo2": Architecture("Olmo2", _DEFAULTS["olmo2"], qk_norm="whole", norms=_BEHIND),
     "olmo3": Architecture(
-        "Olmo3", {**_OLMO2, "sliding_window": 4096}, qk_norm="whole", norms=_BEHIND, layer_types=lambda form: _listed(form, 4),
+        "Olmo3", _DEFAULTS["olmo3"], qk_norm="whole", norms=_BEHIND, layer_types=lambda form: _listed(form, 4),
         lists_layers=True, rope_theta=500000.0, local_rope=(None, 500000.0),
     ),
-    "qwen2": Architecture("Qwen2", _QWEN, biases=("qkv",), layer_types=_BEHIND_THE_FIRST),
+    "qwen2": Architecture("Qwen2", _DEFAULTS["qwen2"], biases=("qkv",), layer_types=_BEHIND_THE_FIRST),
     "qwen3": Architecture(
-        "Qwen3", {**_QWEN, "head_dim": 128, "attention_bias": False}, qk_norm="head", layer_types=_BEHIND_THE_FIRST
+        "Qwen3", _DEFAULTS["qwen3"], qk_norm="head", layer_types=_BEHIND_THE_FIRST
     ),
     "smollm3": Architecture(
-        "SmolLM3", _SMOLLM3, biases=("attention", "mlp"), rotary=_smollm3_rotary, rope_theta=2000000.0,
+        "SmolLM3", _DEFAULTS["smollm3"], biases=("attention", "mlp"), rotary=_smollm3_rotary, rope_theta=2000000.0,
         layer_types=_where_switched_on(lambda form, i: not _smollm3_rotary(form)[i]),
     ),
-    "granite": Architecture("Granite", _GRANITE, biases=("attention", "mlp"), factors=_granite_factors),
+    "granite": Architecture("Granite", _DEFAULTS["granite"], biases=("attention", "mlp"), factors=_granite_factors),
     "phi3": Architecture(
-        "Phi3", _PHI3, biases=(), layer_types=_all_sliding, partial_rotary=True, fused_tensors=True
+        "Phi3", _DEFAULTS["phi3"], biases=(), layer_types=_all_sliding, partial_rotary=True, fused_tensors=True
     ),
     "gemma2": Architecture(
-        "Gemma2", _GEMMA2, norm_offset=1.0, activation="hidden_activation", layer_types=lambda form: _listed(form, 2), lists_layers=True,
+        "Gemma2", _DEFAULTS["gemma2"], norm_offset=1.0, activation="hidden_activation", layer_types=lambda form: _listed(form, 2), lists_layers=True,
         norms=_AROUND, factors=_gemma_factors, only={"use_bidirectional_attention": False},
     ),
     "gemma3_text": Architecture(
-        "Gemma3Text", _GEMMA3, qk_norm="head", norm_offset=1.0, activation="hidden_activation",
+        "Gemma3Text", _DEFAULTS["gemma3_text"], qk_norm="head", norm_offset=1.0, activation="hidden_activation",
         layer_types=lambda form: _listed(form, form["sliding_window_pattern"]), lists_layers=True,
         norms=_AROUND, rope_theta=1000000.0, local_rope=("rope_local_base_freq", 10000.0), factors=_gemma_factors,
         only={"use_bidirectional_attention": False},
     ),
     "qwen3_moe": Architecture(
-        "Qwen3Moe", _QWEN3_MOE, qk_norm="head", experts=Experts(),
+        "Qwen3Moe", _DEFAULTS["qwen3_moe"], qk_norm="head", experts=Experts(),
         layer_types=lambda form: [SLIDING if form["use_sliding_window"] else FULL] * form["num_hidden_layers"],
     ),
     "olmoe": Architecture(
-        "Olmoe", _OLMOE, qk_norm="whole", only={"clip_qkv": None}, experts=Experts(width="intermediate_size")
+        "Olmoe", _DEFAULTS["olmoe"], qk_norm="whole", only={"clip_qkv": None}, experts=Experts(width="intermediate_size")
     ),
     "mixtral": Architecture(
-        "Mixtral", _MIXTRAL, biases=(), layer_types=_all_sliding, rope_theta=1000000.0, only={"router_jitter_noise": 0.0},
+        "Mixtral", _DEFAULTS["mixtral"], biases=(), layer_types=_all_sliding, rope_theta=1000000.0, only={"router_jitter_noise": 0.0},
         experts=Experts("num_local_experts", "intermediate_size", None, block="block_sparse_moe", gate="w1", up="w3", down="w2"),
     ),
     "qwen2_moe": Architecture(
-        "Qwen2Moe", _QWEN2_MOE, biases=("qkv",), only={"qkv_bias": True},
+        "Qwen2Moe", _DEFAULTS["qwen2_moe"], biases=("qkv",), only={"qkv_bias": True},
         layer_types=_where_switched_on(lambda form, i: i % 2 == 0 and i < form["max_window_layers"]),
         experts=Experts(shared="shared_expert_intermediate_size"),
     ),
     "glm4_moe": Architecture(
-        "Glm4Moe", _GLM4_MOE, biases=("qkv if set",), qk_norm="head", partial_rotary=True, experts=_SIGMOID_EXPERTS
+        "Glm4Moe", _DEFAULTS["glm4_moe"], biases=("qkv if set",), qk_norm="head", partial_rotary=True, experts=_SIGMOID_EXPERTS
     ),
     "deepseek_v3": Architecture(
-        "DeepseekV3", _DEEPSEEK_V3, biases=(), latent=True, only={"attention_bias": False}, experts=_SIGMOID_EXPERTS
+        "DeepseekV3", _DEFAULTS["deepseek_v3"], biases=(), latent=True, only={"attention_bias": False}, experts=_SIGMOID_EXPERTS
     ),
     "glm4_moe_lite": Architecture(
-        "Glm4MoeLite", _GLM4_MOE_LITE, biases=(), latent=True, only={"attention_bias": False}, experts=_SIGMOID_EXPERTS
+        "Glm4MoeLite", _DEFAULTS["glm4_moe_lite"], biases=(), latent=True, only={"attention_bias": False}, experts=_SIGMOID_EXPERTS
     ),
     "qwen3_5_text": _QWEN3_5_LAYERS,
     "qwen3_5_moe_text": _QWEN3_5_LAYERS._replace(
-        title="Qwen3_5MoeText", defaults=_QWEN3_5_MOE, experts=Experts(renormalise=None, shared="shared_expert_intermediate_size")
+        title="Qwen3_5MoeText", defaults=_DEFAULTS["qwen3_5_moe_text"], experts=Experts(renormalise=None, shared="shared_expert_intermediate_size")
     ),
     "qwen3_next": _QWEN3_5_LAYERS._replace(
-        title="Qwen3Next", defaults=_QWEN3_NEXT, experts=Experts(shared="shared_expert_intermediate_size")
+        title="Qwen3Next", defaults=_DEFAULTS["qwen3_next"], experts=Experts(shared="shared_expert_intermediate_size")
     ),
     "nemotron_h": Architecture(
-        "NemotronH", _NEMOTRON_H, biases=(), norms={"before_attention": "norm", "before_mlp": "norm"}, activation="mlp_hidden_act",
+        "NemotronH", _DEFAULTS["nemotron_h"], biases=(), norms={"before_attention": "norm", "before_mlp": "norm"}, activation="mlp_hidden_act",
         layer_types=lambda form: [PATTERN[letter] for letter in form["hybrid_override_pattern"]],
         rotary=lambda form: [False] * form["num_hidden_layers"], recurrent=MAMBA2_SIZES, one_block=True,
         experts=Experts("n_routed_experts", shared="moe_shared_expert_intermediate_size", sigmoid=True),
@@ -387,7 +287,7 @@ SUPPORTED_ARCHITECTURES = {
         },
     ),
     "gpt_oss": Architecture(
-        "GptOss", _GPT_OSS, layer_types=lambda form: _listed(form, 2), lists_layers=True, rope_theta=150000.0, rope_section=_GPT_OSS_ROPE,
+        "GptOss", _DEFAULTS["gpt_oss"], layer_types=lambda form: _listed(form, 2), lists_layers=True, rope_theta=150000.0, rope_section=_GPT_OSS_ROPE,
         sinks=True, clamped=True, reads_mxfp4=True, only={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         experts=Experts("num_local_experts", "intermediate_size", None, has_biases=True, router="router"),
     ),

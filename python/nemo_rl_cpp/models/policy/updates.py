@@ -1,7 +1,6 @@
 """The learning-rate schedule, and the results of the optimizer steps of one `train` call, on one rank or combined over
 all ranks."""
 
-import json
 import math
 import warnings
 from collections.abc import Sequence
@@ -122,7 +121,29 @@ class _StandInOptimizer(torch.optim.Optimizer):
         """Do nothing: the native core takes the optimizer step."""
 
 
-class TorchLearningRate:
+class LearningRateSchedule:
+    """The learning rate and weight decay of the next optimizer step; `step` is called once per `train()` call."""
+
+    lr: float
+    weight_decay: float
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def step(self) -> None:
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, object]:
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Advance the new schedule to the step of `state`, also if that was the state of another schedule: a changed
+        configuration takes effect from the next step."""
+        for _ in range(state["steps"] if "steps" in state else state["scheduler"]["last_epoch"]):
+            self.step()
+
+
+class TorchLearningRate(LearningRateSchedule):
     """A learning-rate schedule made of torch.optim.lr_scheduler classes. They set the rate of a stand-in optimizer, so
     the rates are torch's.
 
@@ -130,10 +151,8 @@ class TorchLearningRate:
     constant."""
 
     def __init__(self, lr: float, weight_decay: float, schedule: TorchSchedule | None):
+        super().__init__()
         self._optimizer, self.weight_decay = _StandInOptimizer(lr), weight_decay
-        stages = [[stage.name, dict(stage.kwargs)] for stage in schedule.stages] if schedule is not None else []
-        milestones = list(schedule.milestones) if stages else []
-        self._definition = _plain({"lr": lr, "stages": stages, "milestones": milestones})
         self._scheduler = self._build(schedule)
 
     def _build(self, schedule: TorchSchedule | None) -> LRScheduler:
@@ -150,50 +169,14 @@ class TorchLearningRate:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def step(self) -> None:
+        super().step()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about the order of these two steps
             self._optimizer.step()
             self._scheduler.step()
 
-    def state_dict(self) -> dict[str, object]:
-        scheduler = self._scheduler
-        nested = [s.state_dict() for s in getattr(scheduler, "_schedulers", [])]
-        own = {k: v for k, v in scheduler.state_dict().items() if k != "_schedulers"}
-        return {
-            "lr": self.lr, "initial_lr": self._optimizer.param_groups[0]["initial_lr"], "scheduler": _plain(own), "stages": _plain(nested),
-            "definition": self._definition,
-        }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """Resume from `state`. If `state` belongs to a different schedule or initial learning rate, advance the present
-        schedule by the number of steps in `state`, so that a changed configuration takes effect from the next step."""
-        if not self._is_mine(state):
-            for _ in range(steps_of(state)):
-                self.step()
-            return
-        for scheduler, saved in zip(getattr(self._scheduler, "_schedulers", []), state["stages"], strict=True):
-            scheduler.__dict__.update(saved)
-        self._scheduler.__dict__.update(state["scheduler"])
-        self._optimizer.param_groups[0]["lr"] = state["lr"]
-        self._optimizer.param_groups[0]["initial_lr"] = state["initial_lr"]
-
-    def _is_mine(self, state: dict[str, object]) -> bool:
-        if "definition" in state:
-            return state["definition"] == json.loads(json.dumps(self._definition))
-        own = self.state_dict()  # an old state without a definition is compared by its contents
-        return (
-            state.get("initial_lr") == own["initial_lr"]
-            and len(state.get("stages", [])) == len(own["stages"])
-            and "scheduler" in state
-        )
-
-
-def steps_of(state: dict[str, object]) -> int:
-    """Return the number of steps that the schedule with this `state_dict` has taken."""
-    return int(state["steps"] if "steps" in state else state["scheduler"]["last_epoch"])
-
-
-class MegatronLearningRate:
+class MegatronLearningRate(LearningRateSchedule):
     """Megatron's learning-rate schedule: linear warm-up from `lr_warmup_init` to `max_lr`, then decay to `min_lr`.
 
     While n <= warmup, lr(n) = init + (max - init) n / warmup. Afterwards, with r = (n - warmup) / (decay - warmup),
@@ -202,10 +185,10 @@ class MegatronLearningRate:
     decay length."""
 
     def __init__(self, schedule: MegatronSchedule, total_steps: int | None = None):
+        super().__init__()
         self._schedule = schedule
         self._decay_steps = schedule.lr_decay_iters or total_steps or max(1, schedule.lr_warmup_iters + 1)
         self._total_steps = total_steps or self._decay_steps
-        self._steps = 0
 
     @property
     def lr(self) -> float:
@@ -232,19 +215,6 @@ class MegatronLearningRate:
         coefficient = ratio if s.weight_decay_incr_style == "linear" else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1.0)
         return s.start_weight_decay + coefficient * (s.end_weight_decay - s.start_weight_decay)
 
-    def step(self) -> None:
-        self._steps += 1
-
-    def state_dict(self) -> dict[str, object]:
-        return {"steps": self._steps}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        self._steps = steps_of(state)
-
-
-LearningRateSchedule = TorchLearningRate | MegatronLearningRate
-"""The learning rate and weight decay of the next optimizer step; `step` is called once per `train()` call."""
-
 
 def create_schedule(config: TrainedModelConfig, total_steps: int | None = None) -> LearningRateSchedule:
     """Return the learning-rate schedule of a `policy` or `value` section. `total_steps` is the length of the run."""
@@ -252,13 +222,3 @@ def create_schedule(config: TrainedModelConfig, total_steps: int | None = None) 
     if isinstance(schedule, MegatronSchedule):
         return MegatronLearningRate(schedule, total_steps)
     return TorchLearningRate(optimizer.lr, optimizer.weight_decay, schedule)
-
-
-def _plain(value: object) -> object:
-    """Return a scheduler's state as values that JSON can hold; others are dropped."""
-    if isinstance(value, dict):
-        kinds = int, float, str, bool, list, tuple, dict, type(None)
-        return {k: _plain(v) for k, v in value.items() if isinstance(v, kinds)}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return value

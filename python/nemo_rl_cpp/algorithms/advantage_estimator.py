@@ -30,8 +30,7 @@ def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:
 
 
 class _Estimator(AdvantageEstimator):
-    """The base class of the estimators below. The constructor takes configuration sections, or mappings with the same
-    keys, and raises ConfigError for an unknown key."""
+    """The base class of the estimators below. The constructor raises ConfigError for an unknown key of a section."""
 
     section: type[AdvEstimatorConfig | GAEConfig] = AdvEstimatorConfig
 
@@ -50,8 +49,8 @@ class _Estimator(AdvantageEstimator):
         return result.advantages
 
     def _for_kl(self, policy: Tensor | None, reference: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return the arguments `policy` and `reference`, log-probabilities that a KL penalty in the reward compares.
-        Return (None, None) if the reward has no such penalty, or if one of the arguments is None."""
+        """Return the log-probabilities that a KL penalty in the reward compares; (None, None) if there is no such
+        penalty."""
         both = self.use_kl_in_reward and policy is not None and reference is not None
         return (policy, reference) if both else (None, None)
 
@@ -114,8 +113,6 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
     part_weights: Mapping[str, float] = MappingProxyType({})
 
     def _of_samples(self, samples: _Samples) -> Tensor:
-        """Return the advantages [B] from the reward components in the columns of the samples. Raise ValueError if there
-        are fewer than two components, or if the number of weights differs from the number of components."""
         keys = sorted(key for key in samples.columns.keys() if str(key).startswith("reward/"))
         if len(keys) < 2:
             raise ValueError(
@@ -136,8 +133,7 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
 
 
 def _sums_of_groups(groups: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (sums, index): the sum of `values` [B] over each group, float64 [number of groups], and for each sample
-    the index of its group in `sums`, int64 [B]. `groups` [B] holds the group ids."""
+    """Return the sum of `values` [B] over each group, float64, and the index of each sample's group in these sums."""
     _, group = torch.unique(groups, return_inverse=True)
     sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values.to(torch.float64))
     return sums, group
@@ -193,8 +189,8 @@ class PassAtKAdvantageEstimator(_SampleEstimator):
         return torch.tensor(pairs, dtype=samples.rewards.dtype)[group, (~is_right).long()]
 
     def _of_group(self, total: int, wrong: int) -> tuple[float, float]:
-        """Return (advantage of a correct response, advantage of a wrong response) in a group of `total` responses, of
-        which `wrong` are wrong."""
+        """Return (advantage of a correct response, advantage of a wrong one) in a group with `wrong` wrong
+        responses."""
         k = min(self.config.pass_k, total)
         passed = 1.0 - math.comb(wrong, k) / math.comb(total, k)
         sd = math.sqrt(passed * (1.0 - passed))

@@ -127,9 +127,8 @@ class _EstimatedAdvantages:
         self._ragged = "offsets" in inspect.signature(estimator.compute_advantage).parameters
 
     def _inputs(self, batch: TrainBatch, **of_tokens: Tensor | None) -> dict[str, Tensor | None]:
-        """Return the keyword arguments of `compute_advantage`: those that all estimators take, the per-token tensors
-        `of_tokens` (each [T] or None), and the log-probabilities of a teacher, if the batch has them. Per-token tensors
-        are padded to [B, S] unless `compute_advantage` has a parameter `offsets`."""
+        """Return the arguments of `compute_advantage` that all estimators take, and the per-token tensors `of_tokens`
+        [T], padded to [B, S] unless it has a parameter `offsets`."""
         of_tokens["mask"] = batch.valid_mask
         if "teacher_logprobs" in batch:
             of_tokens |= {"teacher_logprobs": batch.teacher_logprobs, "prev_logprobs": batch.old_logprobs}
@@ -214,9 +213,7 @@ def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
 
 
 def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
-    """Return GDPO's weights of reward components: the weights of the reward functions, keyed by function name. Return
-    {} if no training data set uses reward functions, if their rewards are added instead of kept as components
-    (`as_parts` false), or if they have no weights. Raise ValueError if `grpo.adv_estimator.reward_weights` is set, too."""
+    """Return the weights of the reward functions by name, for GDPO; {} if their rewards are not kept as components."""
     section = config.env.get("reward_functions")
     if not isinstance(section, Mapping) or not section.get("as_parts") or section.get("weights") is None:
         return {}

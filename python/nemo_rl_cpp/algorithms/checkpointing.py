@@ -167,8 +167,8 @@ class Saver:
         result.checkpoint = saved
 
     def _save(self, result: StepResult) -> Path:
-        """Write the checkpoint and return its folder. Flush the logs first, so that no checkpoint is newer than its
-        logs."""
+        """Write the checkpoint and return its folder. The logs are flushed first, so that no checkpoint is newer than
+        its logs."""
         manager, state, collector = self.manager, result.state, self.collector
         metric = self._metric_of(result)
         self.logger.flush()
@@ -213,8 +213,8 @@ class Saver:
         manager.metric_seen = True
 
     def _metric_of(self, result: StepResult) -> dict[str, float]:
-        """Return {`metric_name`: value} of the metric by which checkpoints are ranked, or {}. Warn once per run if this
-        step lacks the configured metric and the run was not interrupted."""
+        """Return {`metric_name`: value} of the metric by which checkpoints are ranked, or {} with a warning, once per
+        run."""
         manager = self.manager
         kind, _, name = (manager.metric_name or "").partition(":")
         validation = result.validation.metrics if result.validation else None
@@ -256,8 +256,7 @@ class Saver:
         return shutil.disk_usage(self.manager.checkpoint_dir).free, size
 
     def _check_weights(self, state: TrainState) -> None:
-        """Raise NonFiniteError if a trained model has parameters that are not finite. The message lists the first such
-        parameters."""
+        """Raise NonFiniteError if a trained model has parameters that are not finite."""
         for name, model in self.models.items():
             if bad := model.non_finite_parameters():
                 raise NonFiniteError(

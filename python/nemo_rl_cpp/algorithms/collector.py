@@ -139,8 +139,7 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
         return Collected(samples, round_metrics(rounds), self.sampler.metrics, epochs, weight_version)
 
     def _count_failure(self, error: Exception) -> None:
-        """Count a failed round of generation or scoring. Raise `error` if no more rounds may fail, or if a retry would
-        also fail, because a worker is lost or the run ends."""
+        """Count a failed round. Raise `error` if no more rounds may fail, or if a retry would fail, too."""
         if isinstance(error, (WorkerLostError, GenerationEndedError)) or self.failures_left == 0:
             raise error
         self.failures_left -= 1
@@ -269,9 +268,8 @@ class AsyncCollector(RolloutCollector):
         return self._threads.submit(job)
 
     def _batch_of(self, step: int, version: int, meeting: Meeting | None) -> Collected | None:
-        """Generate and return the batch of `step`, counted from 0, from the weights `version` on. Return None if the
-        run ends before that step. With a `meeting` the generation pauses once until the engines have new weights; with
-        None one version generates the whole batch. Called in the order of steps."""
+        """Return the batch of `step` (from 0), or None if the run ends before it. At `meeting` its generation pauses
+        once for new weights. Called in the order of steps."""
         state, timer = self.state, Timer()
         steps_end = state.max_num_steps is not None and step >= state.max_num_steps
         epochs_end = state.max_num_epochs is not None and self._epochs_drawn >= state.max_num_epochs
@@ -293,8 +291,8 @@ class AsyncCollector(RolloutCollector):
         return collected
 
     def _until_weights_may_change(self) -> Meeting | None:
-        """Wait until every batch has ended, or until the last batch waits for new weights. Return the `Meeting` at
-        which it waits, or None if all batches have ended."""
+        """Wait until every batch has ended (return None), or the last one waits for new weights (return its
+        `Meeting`)."""
         for batch, meeting in zip(self._batches, self._meetings, strict=True):
             if meeting is not None and meeting.reached.result() and not meeting.given.done():
                 return meeting

@@ -226,10 +226,8 @@ def reasoning_and_answer(text: str) -> tuple[str, str]:
 def _additions(
     right: list[int], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams, gate: bool
 ) -> list[float]:
-    """Return for each response the sum of its length bonuses minus its length penalties, which `params` sets. `right`
-    lists the indices of the correct responses; if they are fewer than two, all sums are 0. `lengths` maps a kind of
-    length, such as "total", to the length of each response. `gate` enables `group_*_length_penalty_coeff`, which
-    rewards or penalises lengths relative to the group's mean."""
+    """Return for each response its length bonuses minus its length penalties. All are 0 if fewer than two are `right`
+    (indices of correct responses). `gate` enables `group_*_length_penalty_coeff`."""
     additions = [0.0] * len(lengths["total"])
     if len(right) < 2:
         return additions
@@ -251,8 +249,7 @@ def _additions(
 
 
 def _centred_weights(lengths: list[int]) -> list[float]:
-    """Return a weight for each length, from 1 for the shortest to 0 for the longest, minus the mean of these weights.
-    If all lengths are equal, return zeros."""
+    """Return weights from 1 (shortest) to 0 (longest), minus their mean; zeros if all lengths are equal."""
     low, high = min(lengths), max(lengths)
     if low == high:
         return [0.0] * len(lengths)
@@ -262,8 +259,7 @@ def _centred_weights(lengths: list[int]) -> list[float]:
 
 
 def _outliers(rows: list[int], lengths: Sequence[int], threshold: float) -> list[int]:
-    """Return those indices in `rows` whose length is far above the median of all of `rows`: their modified z-score
-    (Iglewicz and Hoaglin) exceeds `threshold`."""
+    """Return those of `rows` whose modified z-score of the length (Iglewicz and Hoaglin) exceeds `threshold`."""
     values = [lengths[i] for i in rows]
     median = statistics.median(values)
     mad = statistics.median(abs(value - median) for value in values)

@@ -225,9 +225,8 @@ def select_tokens(batch: TrainBatch, loss: ClippedPGLossConfig, seed: int, step:
 
 
 def _covariance(batch: TrainBatch, valid: Tensor) -> Tensor:
-    """Return float64 [T]: (A - mean A) (log p - mean log p) for each trained token (`valid`), 0 elsewhere, where A is
-    the advantage. p is the token's probability under the policy before the step, and means are over the trained tokens.
-    The mean of this product is the covariance that sets how fast the entropy falls (arXiv:2505.22617, eq. 7)."""
+    """Return float64 [T]: (A - mean A) (log p - mean log p) of each trained token, 0 elsewhere. Its mean is the
+    covariance that sets how fast the entropy falls (arXiv:2505.22617, eq. 7)."""
     covariance = torch.zeros(batch.num_tokens, dtype=torch.float64)
     advantages, logprobs = batch.advantages[valid].double(), batch.old_logprobs[valid].double()
     covariance[valid] = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
@@ -235,8 +234,7 @@ def _covariance(batch: TrainBatch, valid: Tensor) -> Tensor:
 
 
 def _largest(covariance: Tensor, valid: Tensor, share: float) -> Tensor:
-    """Return bool [T], True for the tokens that KL-Cov penalises: the fraction `share` of the trained tokens (`valid`)
-    with the largest `covariance` [T], at least one token."""
+    """Return bool [T]: the fraction `share` of the trained tokens, at least one, with the largest `covariance`."""
     chosen, places = torch.zeros_like(valid), valid.nonzero().flatten()
     order = covariance[places].argsort(descending=True, stable=True)
     chosen[places[order[: max(int(share * len(places)), 1)]]] = True
@@ -246,9 +244,8 @@ def _largest(covariance: Tensor, valid: Tensor, share: float) -> Tensor:
 def _drawn(
     covariance: Tensor, valid: Tensor, within: tuple[float, float], share: float, seed: tuple[int, int]
 ) -> Tensor:
-    """Return bool [T], the tokens that Clip-Cov excludes: those drawn at random from the trained tokens (`valid`) whose
-    covariance is strictly within the bounds `within`. Their number is `share` of all trained tokens, at least one, or
-    fewer if there are not enough. The draw depends only on `seed`."""
+    """Return bool [T]: tokens that Clip-Cov excludes, drawn by `seed` from the trained tokens whose covariance is
+    `within` the bounds. Their number is `share` of all trained tokens, at least one, if there are enough."""
     generator = random.Random((seed[0] << 32) + seed[1])
     chosen = torch.zeros_like(valid)
     places = (valid & (covariance > within[0]) & (covariance < within[1])).nonzero().flatten().tolist()
@@ -257,8 +254,8 @@ def _drawn(
 
 
 def _most_uncertain(entropies: Tensor, valid: Tensor, share: float) -> Tensor:
-    """Return bool [T], True for the trained tokens (`valid`) whose entropy is at least the quantile 1 - share of all
-    trained tokens' entropies (arXiv:2506.01939). The quantile is interpolated, as in TRL."""
+    """Return bool [T]: the trained tokens whose entropy is at least the quantile 1 - share (arXiv:2506.01939),
+    interpolated as in TRL."""
     ordered = entropies[valid].double().sort().values
     if not len(ordered):
         return valid

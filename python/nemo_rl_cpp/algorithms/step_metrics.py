@@ -50,9 +50,8 @@ def aggregate_microbatch_metrics(
 
 
 def _mean_of_tokens(sums: list[float], tokens: list[float]) -> float:
-    """Return the sum of `sums[b] / tokens[b]` over the global batches b. `sums[b]` is the sum of a metric over the
-    tokens of batch b, `tokens[b]` the number of these tokens; batches without tokens are left out. The sums of batches
-    with equal numbers of tokens are added before the division."""
+    """Return the sum of sums[b] / tokens[b] over the global batches b that have tokens, with one division for each
+    number of tokens."""
     total: dict[float, list[float]] = {}
     for value, count in zip(sums, tokens):
         total.setdefault(count, []).append(value)

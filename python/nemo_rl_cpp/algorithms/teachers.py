@@ -62,9 +62,7 @@ class Teachers:
         batch.teacher_logprobs = scored
 
     def _chosen(self, batch: TrainBatch, samples: Rollouts) -> list[tuple[str, TrainBatch]]:
-        """Return, for each teacher, (name of its model, copy of the batch in which the samples of all other teachers
-        are masked). The `task_name` of a sample in `samples` determines its teacher. Raise ValueError for a task
-        without a teacher."""
+        """Return (model name, copy of the batch with the samples of all other teachers masked) for each teacher."""
         chosen = []
         for task in samples.get("task_name") or [None] * batch.size:
             name = task if task in self.models else self.default

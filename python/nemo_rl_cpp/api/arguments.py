@@ -211,8 +211,7 @@ def rows_of(given: object, name: str) -> list[Row]:
 
 
 def _items(given: object, name: str) -> tuple[list[object], str]:
-    """Return (prompts or rows, the name of their source in error messages) of an argument: `given` is its value (a
-    path, a string, a table or a sequence), and `name` its name."""
+    """Return (prompts or rows, the name of their source in error messages) of the argument `name`."""
     if given is None:
         raise ValueError(f"{name} is missing: {FORMS}")
     if isinstance(given, os.PathLike) or (isinstance(given, str) and _is_path(given, name)):
@@ -234,8 +233,8 @@ def _items(given: object, name: str) -> tuple[list[object], str]:
 
 
 def _is_path(text: str, name: str) -> bool:
-    """Return whether a string is the path of an existing file or folder. Raise ValueError if it looks like the path of
-    a data file that does not exist; `name` is the argument's name for the message."""
+    """Return whether a string is an existing path. Raise ValueError if it looks like a data file that does not
+    exist."""
     try:
         path = Path(text).expanduser()
         exists = bool(text.strip()) and path.exists()

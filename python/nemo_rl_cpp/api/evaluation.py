@@ -117,8 +117,6 @@ _KEYS = {
 
 
 def _config(model: object, given: dict[str, object]) -> EvalMasterConfig:
-    """Build the configuration of an evaluation of `model` from the arguments `given` in the call. Raise ValueError if
-    they are invalid."""
     unknown = next((name for name in given if name not in _KEYS), None)
     if unknown is not None:
         takes = f"evaluate takes {', '.join(_KEYS)}, prompts, reward_funcs and reward_weights"

@@ -124,8 +124,8 @@ class TextWriter:
 
 
 def _is_greedy(greedy: bool | None, n: int, options: Mapping[str, object]) -> bool:
-    """Return whether to decode greedily, from the arguments of `generate`. Raise ValueError if `options` are unknown or
-    contradict `greedy` or `n`."""
+    """Return whether to decode greedily. Raise ValueError for options that are unknown or contradict `greedy` or
+    `n`."""
     unknown = next((name for name in options if name not in _OPTIONS), None)
     if unknown is not None:
         known = ["n", "greedy", "seed", *_OPTIONS]

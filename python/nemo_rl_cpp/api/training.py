@@ -241,8 +241,6 @@ def _given(algorithm: str, arguments: Mapping[str, Any]) -> Keys:
 
 
 def _folders(arguments: Mapping[str, Any]) -> Keys:
-    """Return {configuration key: (name of the argument that sets it, value)} for the arguments log_dir, checkpoint_dir
-    and resume. Raise ValueError for an invalid argument."""
     logs = folder_path(arguments["log_dir"], "log_dir")
     given, resume = arguments["checkpoint_dir"], arguments["resume"]
     checkpoints = folder_path(given, "checkpoint_dir") if given is not None else None
@@ -260,10 +258,7 @@ def _folders(arguments: Mapping[str, Any]) -> Keys:
 
 
 def _config(section: str, given: Keys, num_rows: int, validates: bool) -> TrainMasterConfig:
-    """Build a training configuration from the keys `given` as arguments, where `section` is the algorithm's section.
-    The prompts per step are limited to `num_rows`, the number of prompts. `validates`: whether there are validation
-    prompts, so that the run validates before and after training. Error messages name the arguments, not the
-    configuration keys."""
+    """Build a training configuration from `given`, with at most `num_rows` prompts per step. Errors name arguments."""
     values: dict[str, object] = {f"{section}.val_at_start": validates, f"{section}.val_at_end": validates}
     name, prompts = given[f"{section}.num_prompts_per_step"]
     try:
@@ -281,9 +276,8 @@ def _config(section: str, given: Keys, num_rows: int, validates: bool) -> TrainM
 
 
 def _preflight(config: TrainMasterConfig) -> None:
-    """Run the checks that the command line makes before a run. Raise ValueError if the run cannot succeed.
-
-    Data and reward functions come from the caller, so problems in their sections of the configuration are ignored."""
+    """Run the checks that the command line makes before a run, except those of data and reward functions, which the
+    caller has passed. Raise ValueError if the run cannot succeed."""
     if config.cluster.has_workers:
         why = f"train_{config.algorithm} trains in this process; use the run scripts for several processes"
         raise ValueError(f"cluster.executor is {config.cluster.executor_text}: {why}")

@@ -66,8 +66,8 @@ class CheckpointManager:
         facts: entries to add to the manifest of every checkpoint, in addition to step and time."""
 
     def __init__(self, config: CheckpointingConfig | Mapping[str, object]) -> None:
-        """Read the section `checkpointing`, or a mapping with its keys, in which `metric_name` and `keep_top_k` default
-        to null and `save_period` to 1. Raise ValueError if `checkpoint_dir` is missing or empty."""
+        """Read the section `checkpointing`, or a mapping with some of its keys. Raise ValueError without
+        `checkpoint_dir`."""
         if isinstance(config, Mapping):
             config = {"checkpoint_dir": "", "metric_name": None, "save_period": 1, "keep_top_k": None} | config
         config = as_model(config, CheckpointingConfig, "checkpointing")
@@ -149,8 +149,8 @@ class CheckpointManager:
                 self._lock = None
 
     def _tidy_up(self, step: int, saved: Path) -> None:
-        """Write the status file and remove old checkpoints after `step` was saved to `saved`. If that raises OSError,
-        only warn, because the new checkpoint is safe."""
+        """Write the status file and remove old checkpoints. Only warn of an OSError, because the new checkpoint is
+        safe."""
         status = json.dumps({"latest_step": step, "checkpoint": saved.name}, indent=1)
         for work in (lambda: durable.write_atomic(self.checkpoint_dir / _STATUS, status), self._thin_out):
             try:
@@ -203,8 +203,8 @@ class CheckpointManager:
         return None
 
     def _problem(self, folder: Path) -> str | None:
-        """Return a description of what is wrong with a checkpoint's contents, or None if it is complete. The first call
-        reads all files; later calls return its result unless the manifest has changed."""
+        """Return what is wrong with a checkpoint's contents, None if nothing is. Only the first call reads all
+        files."""
         try:
             key = (folder, (folder / durable.MANIFEST).stat().st_mtime_ns)
         except OSError as error:
@@ -214,8 +214,8 @@ class CheckpointManager:
         return self._verified[key]
 
     def _unusable(self) -> list[str]:
-        """Return the names of folders from which a run cannot resume: damaged folders, `corrupt_` folders, and folders
-        of other programs."""
+        """Return the names of folders from which a run cannot resume: damaged ones, `corrupt_` ones, and other
+        programs'."""
         published = [path for prefix, _, path in _folders(self.checkpoint_dir) if prefix == ""]
         found = [path.name for path in published if _quick_problem(path) or self._problem(path)]
         aside = (path.name for path in self.checkpoint_dir.glob("corrupt_step_*") if _ASIDE.fullmatch(path.name))
@@ -280,11 +280,10 @@ class CheckpointManager:
             return _recover(self.checkpoint_dir)
 
     def _thin_out(self) -> None:
-        """Remove all checkpoints except the following: the latest; the newest `ft_keep_latest_k`; and the best
-        `keep_top_k` (null: all) of the steps that are multiples of `save_period`.
+        """Remove all checkpoints but the latest, the newest `ft_keep_latest_k`, and the best `keep_top_k` (null: all)
+        of the steps that are multiples of `save_period`. If both keys are null, remove nothing.
 
-        Best is by metric. Checkpoints without it rank last; in a tie, or if no metric is configured, newer ones rank
-        first. If `keep_top_k` and `ft_keep_latest_k` are both null, remove nothing."""
+        Best is by metric. Checkpoints without it rank last; in a tie, newer ones rank first."""
         if self.config.keep_top_k is None and self.config.ft_keep_latest_k is None:
             return
         records = history(self.checkpoint_dir)
@@ -327,8 +326,7 @@ def history(root: Path) -> list[CheckpointRecord]:
 
 
 def _folders(root: Path) -> list[tuple[str, int, Path]]:
-    """Return (prefix, step, path) of every checkpoint folder in `root`. The order is by prefix (`del`, `tmp`, `old`,
-    then none) and then by step."""
+    """Return (prefix, step, path) of the checkpoint folders in `root`: `del_`, `tmp_`, `old_`, none, each by step."""
     if not root.is_dir():
         return []
     order = {"del_": 0, "tmp_": 1, "old_": 2, "": 3}
@@ -338,8 +336,7 @@ def _folders(root: Path) -> list[tuple[str, int, Path]]:
 
 
 def _quick_problem(path: Path) -> str | None:
-    """Return a description of what is wrong with the checkpoint's manifest, file sizes or training_info, or None if
-    they are valid."""
+    """Return what is wrong with a checkpoint's manifest, file sizes or training_info; None if nothing is."""
     problem = durable.folder_problem(path, contents=False, verify=(TRAINING_INFO,))
     if problem is not None:
         return problem
@@ -351,8 +348,7 @@ def _quick_problem(path: Path) -> str | None:
 
 
 def _recover(root: Path) -> list[str]:
-    """Finish or remove what a crash during a save has left in `root`. Warn about each action, and return the
-    warnings."""
+    """Finish or remove what a crash during a save has left in `root`. Warn of each action, and return the warnings."""
     done = [text for prefix, step, path in _folders(root) if (text := _recover_one(prefix, step, path))]
     for prefix, _, path in _folders(root):
         if prefix == "" and (problem := _quick_problem(path)) is not None:
@@ -366,10 +362,8 @@ def _recover(root: Path) -> list[str]:
 
 
 def _recover_one(prefix: str, step: int, path: Path) -> str | None:
-    """Recover `path`, a folder step_N with the given `prefix` ("tmp_", "old_" or "") that a crash may have left:
-    publish a complete tmp_step_N, rename old_step_N back if there is no step_N, otherwise delete a folder with a
-    prefix. Return a description of what was done, or None if nothing was. Call it for tmp_step_N first, so that a newer
-    step_N takes precedence over the old."""
+    """Publish a complete tmp_step_N, rename old_step_N back if there is no step_N, and delete any other folder with a
+    prefix. Return what was done. Called for tmp_step_N first, so that a newer step_N takes precedence."""
     target = path.with_name(f"step_{step}")
     if prefix == "tmp_" and not path.is_symlink() and durable.folder_problem(path, contents=True) is None:
         _publish(path)
@@ -385,8 +379,7 @@ def _recover_one(prefix: str, step: int, path: Path) -> str | None:
 
 
 def _publish(folder: Path) -> Path:
-    """Rename a complete `tmp_step_N`, which has its manifest, to `step_N`, and return the new path. If this fails, an
-    older `step_N` is kept."""
+    """Rename a complete `tmp_step_N` to `step_N`, and return the new path. If this fails, an older `step_N` is kept."""
     target = folder.with_name(folder.name.removeprefix("tmp_"))
     old = folder.with_name(f"old_{target.name}")
     if os.path.lexists(target) and not (target / durable.MANIFEST).is_file():
@@ -408,8 +401,7 @@ def _remove(folder: Path) -> None:
 
 
 def _make_way(path: Path) -> None:
-    """Make `path` free for a new folder: if it is a folder, delete it; if it is a file or link, rename it to a
-    `corrupt_` name."""
+    """Make `path` free for a new folder: delete a folder, set a file or link aside."""
     if path.is_dir() and not path.is_symlink():
         _delete(path)
     elif os.path.lexists(path):
@@ -417,8 +409,7 @@ def _make_way(path: Path) -> None:
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename the folder step_N to `corrupt_step_N`, or if that exists to `corrupt_step_N_2`, `_3`, ..., and return the
-    new path."""
+    """Rename step_N to `corrupt_step_N`, or `corrupt_step_N_2`, `_3`, ..., and return the new path."""
     aside, number = path.with_name(f"corrupt_{path.name}"), 2
     while os.path.lexists(aside):
         aside, number = path.with_name(f"corrupt_{path.name}_{number}"), number + 1

@@ -39,8 +39,8 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _check_counts(config: TrainMasterConfig, counts: dict[str, int | None]) -> Iterator[Finding]:
-    """Yield a problem if a data loader would have fewer rows than a batch. `counts` has the number of rows of each
-    training data set, None if it is not known yet."""
+    """Yield a problem if a data loader would have fewer rows than a batch. `counts`: rows of each training data set, if
+    known."""
     batch_size = config.loop.prompts_per_round
     if config.data.use_multiple_dataloader:
         batch_size = config.data.num_prompts_per_dataloader or batch_size
@@ -53,8 +53,7 @@ def _check_counts(config: TrainMasterConfig, counts: dict[str, int | None]) -> I
 
 
 def _check_position(config: TrainMasterConfig, counts: Mapping[str, int | None]) -> Iterator[Finding]:
-    """Yield a problem if the run resumes, but its data has another number of rows than that of the checkpoint, so that
-    the checkpoint's position in the data does not apply. `counts` is as in `_check_counts`."""
+    """Yield a problem if the run resumes, but its data has another number of rows than the checkpoint's."""
     newest = newest_checkpoint(Path(config.checkpointing.checkpoint_dir)) if config.checkpointing.enabled else None
     before = json_object(newest / "train_dataloader.json").get("num_rows") if newest is not None else None
     rows = None if None in counts.values() else sum(counts.values())
@@ -69,8 +68,8 @@ def _check_position(config: TrainMasterConfig, counts: Mapping[str, int | None])
 
 
 def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None, list[Finding]]:
-    """Return (tokenizer, problems): the tokenizer with the run's chat template (None if it is not on this machine), and
-    problems with the template."""
+    """Return (tokenizer with the run's chat template, problems with the template); None if it is not on this
+    machine."""
     section, prefix = (config.tokenizer, "tokenizer") if evaluation else (config.policy.tokenizer, "policy.tokenizer")
     value = section.chat_template if "chat_template" in section.model_fields_set else "default"
     key = f"{prefix}.chat_template"
@@ -168,9 +167,8 @@ def check_environments(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _check_rewards(config: WholeConfig, section: Mapping[str, object]) -> Iterator[Finding]:
-    """Import the reward functions named in `section`, env.reward_functions. With the gdpo estimator, yield a problem if
-    rewards are not kept as separate components or are weighted twice. Raise LoadingError if `section` is invalid or a
-    function cannot be imported."""
+    """Import the reward functions of `section`. Yield a problem if they do not fit the gdpo estimator. Raise
+    LoadingError for an invalid section."""
     if not {"functions"} <= set(section) <= {"functions", "weights", "names", "as_parts"}:
         given = ", ".join(sorted(section)) or "nothing"
         raise LoadingError(f"it takes functions, weights, names and as_parts, but has {given}")

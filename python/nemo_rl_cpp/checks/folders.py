@@ -77,8 +77,7 @@ def read_saved(folder: Path) -> Saved:
 
 
 def _saved_config(file: Path) -> dict[str, dict[str, object]] | None:
-    """Load a checkpoint's config.yaml without resolving interpolations. Return None unless this package wrote the file,
-    since another program's file may include further files."""
+    """Load a checkpoint's config.yaml; None unless this package wrote it, since another's may include further files."""
     try:
         if all(_OWN_LINE.fullmatch(line) for line in file.read_text(encoding="utf-8").splitlines()):
             tree = _config.load_file(str(file))
@@ -170,8 +169,7 @@ def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str
 
 
 def _is_another(before: object, now: object) -> bool:
-    """Return whether the names of two models, or of two tokenizers, differ. Of paths only the last part is compared,
-    since folders may move."""
+    """Return whether two names of models or tokenizers differ. Of paths only the last part counts: folders may move."""
     known = before is not None and now is not None and "${" not in f"{before}{now}"
     return known and Path(str(before)).name != Path(str(now)).name
 
@@ -274,8 +272,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]]) -> list[Finding]:
-    """Return the problems that the check `question` finds in `folder`, or one problem with the key `key` if the check
-    raises OSError (name too long, no permission)."""
+    """Return the problems that `question` finds in `folder`, or one with `key` if it raises OSError."""
     try:
         return list(question(Path(folder)))
     except OSError as error:
@@ -294,8 +291,7 @@ def _within(folder: Path) -> Iterator[Finding]:
 
 
 def _writable(folder: Path, key: str) -> Iterator[Finding]:
-    """Yield a problem if no file can be created in the folder or its closest existing parent. The file that is created
-    to test this is removed."""
+    """Yield a problem if no file can be created in the folder or its closest existing parent."""
     place = folder.absolute()
     while not place.exists() and not place.is_symlink() and place != place.parent:
         place = place.parent

@@ -38,8 +38,7 @@ _MUCH_SMALLER = 0.9  # vocabularies are padded to round sizes, by a few percent 
 
 
 class _Use(NamedTuple):
-    """A model that a run uses, with the configuration key `key` that names the model, and the maximum sequence length
-    `length`, set by the key `length_key`."""
+    """A model that a run uses: the key that names it, and its maximum sequence length, set by the key `length_key`."""
 
     key: str
     name: str
@@ -87,8 +86,7 @@ def _check_use(use: _Use) -> Iterator[Finding]:
 
 
 def _uses(config: WholeConfig) -> Iterator[_Use]:
-    """Yield a `_Use` for each model that the run reads: its name, and the keys that set it. The reference model is not
-    listed, because it has the policy's initial weights."""
+    """Yield a `_Use` for each model that the run reads; not the reference model, which has the policy's weights."""
     if not isinstance(config, TrainMasterConfig):
         given, engine = config.generation.model_name, config.generation.vllm_cfg
         name = find_policy_weights(given)
@@ -114,9 +112,7 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
 
 
 def _check_model(use: _Use) -> Iterator[Finding]:
-    """Yield problems with a model of the native backend, which the run uses as `use` says. The generator's return value
-    describes the model's files; None if they are not on this machine. Raise SourceError or OSError if they cannot be
-    used."""
+    """Yield problems with a native model; return its description, None if its files are not on this machine."""
     fields = {"value_head": use.value_head, "max_length": use.length}
     if use.name == TINY_RANDOM:
         folder = tiny_random(use.overrides, **fields)
@@ -140,8 +136,7 @@ def _check_model(use: _Use) -> Iterator[Finding]:
 
 
 def _check_hf(use: _Use) -> Iterator[Finding]:
-    """Yield a problem if sequences are longer than a transformers model supports. Raise SourceError or OSError if its
-    files are damaged."""
+    """Yield a problem if sequences are longer than a transformers model supports."""
     path = None if use.name == TINY_RANDOM else (yield from _whole_folder(use))
     if path is None:
         return
@@ -154,8 +149,7 @@ def _check_hf(use: _Use) -> Iterator[Finding]:
 
 
 def _whole_folder(use: _Use) -> Iterator[Finding]:
-    """Yield problems with the name of the model `use`. The generator's return value is the model's folder, or None if
-    files must be downloaded first."""
+    """Yield problems with a model's name; return its folder, or None if files must be downloaded first."""
     path = local_folder(use.name)
     if path is None:
         yield from _check_name(use)
@@ -170,8 +164,7 @@ def _whole_folder(use: _Use) -> Iterator[Finding]:
 
 
 def _check_name(use: _Use) -> Iterator[Finding]:
-    """Yield a problem if a model on the Hub cannot have this name, or if the name resembles that of a model on this
-    machine."""
+    """Yield a problem if no model on the Hub can have this name, or if it resembles that of a model on this machine."""
     try:
         check_is_no_file(use.name, use.key)
     except SourceError as error:
@@ -184,8 +177,7 @@ def _check_name(use: _Use) -> Iterator[Finding]:
 
 
 def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
-    """Yield a warning if an adapter of `tiny-random` is to be trained, because its base model is in no folder that PEFT
-    could load. Yield an error if `lora_cfg` selects no layer of the model."""
+    """Yield problems with adapters: PEFT cannot load them, or they select no layer."""
     key = model.lora_key(section)
     if model.lora is not None and model.model_name == TINY_RANDOM:
         yield Finding(
@@ -208,8 +200,7 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
 
 
 def _check_balance(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
-    """Yield an error for each key that sets a method of balancing the experts' load, if the native backend does not
-    support this method for the model."""
+    """Yield an error for each key of a method of balancing experts that the native backend does not support."""
     sizes = model_sizes(model.model_name, model.hf_config_overrides)
     if model.backend == "native" and sizes is not None and sizes.experts > 1:
         wanted = balance_wanted(model, "sigmoid" if sizes.has_router_biases else "softmax")

@@ -54,8 +54,7 @@ def check_rows(
 
 
 def _is_quick(section: dict[str, object]) -> bool:
-    """Return whether the data set that `section` configures can be read now: it is generated quickly, or is a local
-    file of limited size."""
+    """Return whether a data set can be read now: it is generated quickly, or is a local file of limited size."""
     name, path = section.get("dataset_name"), section.get("data_path")
     if name in QUICK_DATASETS:
         return True

@@ -92,8 +92,7 @@ def _base(critic: bool) -> GRPOMasterConfig | PPOMasterConfig:
 
 
 def _config(model: KnownModel, task: Task, responses: int, tokens: int) -> TrainMasterConfig:
-    """Return the shipped configuration of a task, with the model's sizes and batches of `responses` sequences of
-    `tokens` tokens."""
+    """Return a task's shipped configuration with the model's sizes and batches of `responses` sequences."""
     config = _base(task.critic).model_copy(deep=True)
     loop = config.ppo if task.critic else config.grpo
     loop.__dict__ |= {"num_prompts_per_step": responses, "num_generations_per_prompt": 1}

@@ -143,10 +143,8 @@ def descriptions() -> dict[str, str]:
 
 def _run(words: Sequence[str], default: str, kind: str | None, work: Callable[[WholeConfig], None]) -> int:
     """Load the configuration that the command-line arguments `words` give, call `work` with it, and return the exit
-    status.
-
-    `default` is the kind of run whose help text is shown, and whose default configuration is used without --config.
-    `kind` is the kind of run; None: it is derived from the configuration."""
+    status. `default` is the kind of run whose help and default configuration are used; `kind` None: it follows from the
+    file."""
     parser = command_parser(None, KINDS[default].description, _help(default))
     names = "YAML file, or the name of a shipped one (default: %(default)s)"
     parser.add_argument("--config", default=f"configs/{KINDS[default].default_config}", help=names)
@@ -182,9 +180,8 @@ def _help(kind: str) -> str:
 
 
 def _loaded(file: str, overrides: Sequence[str], kind: str | None) -> WholeConfig | None:
-    """Load a configuration of the given kind of run (None: the kind that fits the file) from `file` and the overrides
-    of the command line. If it has errors, print them and return None. In a process that a launcher started with a rank
-    above 0, this call does not return: the process becomes a worker."""
+    """Load a configuration. Print its errors and return None if there are any. In a process that a launcher started
+    with a rank above 0, become a worker instead."""
     try:
         search_for_modules(Path.cwd(), find_config(file).resolve().parent)
         found = kind or kind_of(file)
@@ -207,8 +204,7 @@ def _dry_run(config: WholeConfig) -> int:
 
 @contextmanager
 def _started() -> Iterator[None]:
-    """Print the stages that precede a command's first step, while the `with` block runs. If the output is a closed
-    pipe, print a message on stderr and raise BrokenPipeError."""
+    """Print the stages that precede a command's first step. If the output is a closed pipe, say so on stderr, too."""
     try:
         with stages_shown():
             yield
@@ -219,8 +215,7 @@ def _started() -> Iterator[None]:
 
 
 def _is_ready(config: WholeConfig) -> bool:
-    """Print the banner, check data, model and folders, and download the tokenizer's files if they are missing. Return
-    whether the run can start."""
+    """Print the banner, run the checks, download missing tokenizer files, and return whether the run can start."""
     for line in banner_lines(config):
         print(line, flush=True)
     stage("checking data, model and folders")

@@ -36,8 +36,8 @@ class ChatTemplateError(ValueError):
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """A jinja extension for the block `{% generation %}...{% endgeneration %}`, with which templates mark assistant
-    text. The block renders as its body."""
+    """The block `{% generation %}...{% endgeneration %}`, which marks assistant text in templates; rendered as its
+    body."""
 
     tags = {"generation"}
 
@@ -106,9 +106,8 @@ def render_chat_template(
 
 
 def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
-    """Return copies of the messages in the form that chat templates expect: with plain values, without None values, and
-    with reasoning under the keys that templates read. Raise ChatTemplateError if `messages` is not a list of
-    messages."""
+    """Return copies of the messages with plain values, without None, and with reasoning under the keys that templates
+    read."""
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
         raise ChatTemplateError(
             f"a conversation is a list of messages {{'role', 'content'}}, got {type(messages).__name__}"
@@ -128,8 +127,7 @@ def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
 
 
 def _plain(value: object) -> object:
-    """Return `value` converted to JSON types, because a template could leave the sandbox through methods of other
-    objects."""
+    """Convert `value` to JSON types, because a template could leave the sandbox through methods of other objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):

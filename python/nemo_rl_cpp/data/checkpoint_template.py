@@ -78,9 +78,8 @@ def run_section(folder: Path) -> dict[str, Any] | None:
 
 
 def _template_of_run(run: dict[str, Any] | None, folder: Path, own: Templates) -> Templates:
-    """Return the chat template of the run that wrote the model folder `folder`, or None if the run used none. `run` is
-    the run's section `policy.tokenizer`. If `run` is None, return `own`, the template in the folder. If the run's
-    template cannot be read, return its configured value, or raise ValueError if `own` is None."""
+    """Return the template with which the run (section `run`) trained, None without one. If it cannot be read, return
+    its configured value, or raise ValueError if `own`, the folder's template, is None."""
     value = own if run is None else run.get("chat_template", "default")
     if run is None or value is None:
         return value

@@ -108,8 +108,7 @@ class StatefulDataLoader:
             yield self.collate_fn(rows)
 
     def _submit(self, chunk: list[int]) -> Callable[[], list[DatumSpec]]:
-        """Start processing the rows with the indices `chunk`. Return a function that waits for the results and raises a
-        processor's error."""
+        """Start processing the rows `chunk`, and return a function that waits for the results."""
         if self.num_workers < 1:
             return lambda: [self.dataset[i] for i in chunk]
         if self._pool is None:

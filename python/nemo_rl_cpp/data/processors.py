@@ -40,9 +40,8 @@ PromptMaker = Callable[[Row, TaskDataSpec, TokenizerType], Prompt]
 def _datum(
     make: PromptMaker, row: Row, spec: TaskDataSpec, tokenizer: TokenizerType, limit: int | None, idx: int
 ) -> DatumSpec:
-    """Return the DatumSpec of a row, from the prompt that `make` returns. A prompt of `limit` tokens or more leaves no
-    room for a response, so it is cut to a few tokens and excluded from the loss. The datum's `length` stays the number
-    of tokens before the cut. Error messages contain the row number `idx`."""
+    """Return the DatumSpec of a row. A prompt of `limit` tokens or more leaves no room for a response, so it is cut to
+    a few tokens and masked; `length` counts all of its tokens."""
     import torch
 
     try:
@@ -159,8 +158,8 @@ def system_message(spec: TaskDataSpec) -> list[ChatMessage]:
 
 
 def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerType) -> list[Entry]:
-    """Return a system and a user entry: the chat template renders both messages in one call, and its text is split
-    where the system message ends. Return only a user entry if the text has no system message."""
+    """Return a system and a user entry, split where the system message ends in the rendered text; only the latter
+    without a system message."""
     messages: list[ChatMessage] = [*system_message(spec), {"role": "user", "content": question}]
     text = render_prompt(tokenizer, messages)
     ids = prompt_ids(tokenizer, text, messages)
@@ -184,8 +183,7 @@ def math_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) 
 
 
 def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessage], dict[str, object]]:
-    """Return (messages of the prompt, data for the environment) of a row. With a prompt file, the last question is
-    replaced by the file's text, whose placeholder holds the question. `processor` is the processor's name in errors."""
+    """Return (messages of the prompt, data for the environment) of a row. A prompt file replaces the last question."""
     messages, truth = split_conversation(_column(row, "messages", processor))
     if spec.prompt:
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")

@@ -23,8 +23,8 @@ def is_byte_token(spelling: str | None) -> bool:
 
 @lru_cache(maxsize=1)
 def _byte_of_character() -> dict[str, int]:
-    """Return {character: byte} for GPT-2's byte alphabet. Printable Latin-1 characters represent themselves; the
-    characters from U+0100 on represent the other 68 bytes, in order."""
+    """Return {character: byte} of GPT-2's byte alphabet: U+0100 and following are the bytes that Latin-1 does not
+    print."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -155,8 +155,8 @@ class TextStream:
         return text not in self._kept and text != self._without_special([token])
 
     def _settle(self, text: str) -> None:
-        """Divide `text`, the text of the tokens in `_window`, among the tokens in `_waiting`, whose texts were
-        undecided until now. Append one text per such token to `_held`, in order."""
+        """Divide `text`, that of the tokens in `_window`, among the tokens in `_waiting`, and append the parts to
+        `_held`."""
         known = len(self._known)
         for end in self._waiting:
             until = text if end == len(self._window) else self._decode(self._window[:end])
@@ -193,8 +193,7 @@ class TextStream:
 
 
 def _decoder(tokenizer: TokenizerType, skip_special: bool) -> Callable[[Sequence[int]], str]:
-    """Return a function from a list of token ids to text, which omits special tokens if `skip_special`. It uses the
-    tokenizers library if possible, which never cleans up spaces."""
+    """Return a function from token ids to text. The tokenizers library, if available, never cleans up spaces."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     return lambda ids: backend.decode(list(ids), skip_special_tokens=skip_special)
 
@@ -207,11 +206,10 @@ def _spelling(tokenizer: TokenizerType) -> Callable[[int], str | None]:
 def _context(
     decode: Callable[[Sequence[int]], str], spelling: Callable[[int], str | None], before: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return (context, unfinished), two adjacent lists of ids from `before`. They suffice to decode the ids that
-    follow. `decode` returns the text of ids, and `spelling` the tokenizer's entry for an id.
+    """Return (context, unfinished), the ids at the end of `before` that suffice to decode the ids that follow.
 
-    `unfinished` holds the ids at the end whose bytes do not yet form a whole character. `context` is the last id that
-    alone decodes to whole characters; if there is none, it holds all ids before `unfinished`."""
+    `unfinished` holds the last ids whose bytes form no whole character yet. `context` is the last id that alone decodes
+    to whole characters; if there is none, all ids before `unfinished`."""
     before = list(before)
 
     def is_text(token: int) -> bool:

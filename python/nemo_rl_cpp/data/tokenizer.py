@@ -162,9 +162,8 @@ class Tokenizer(SpecialTokens):
     def __call__(
         self, text: str | Sequence[str], *, add_special_tokens: bool = True, return_tensors: str | None = None
     ) -> Encoding:
-        """Return the token ids of one or several texts, as lists, or with `return_tensors="pt"` as int64 tensors [B, S]
-        (B is 1 for one text). Raise ValueError if texts of different lengths are requested as a tensor: there is no
-        padding."""
+        """Return the ids of one or several texts as lists, or with `return_tensors="pt"` as int64 [B, S]. There is no
+        padding: texts of different lengths as a tensor raise ValueError."""
         if return_tensors not in (None, "pt"):
             raise ValueError(f"return_tensors must be None or 'pt', got {return_tensors!r}")
         texts = [text] if isinstance(text, str) else list(text)

@@ -140,8 +140,7 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def _added_token(token: str | Mapping[str, object] | None, **flags: bool) -> AddedToken:
-    """Return a `tokenizers.AddedToken` for `token`, a string or a dictionary with the token's text and flags. `flags`
-    take precedence over the dictionary's."""
+    """Return a token, a string or a dictionary, as `tokenizers.AddedToken`; `flags` take precedence."""
     if isinstance(token, Mapping):
         flags = {name: bool(token[name]) for name in _FLAGS if name in token} | flags
     return AddedToken(token_text(token), **flags)
@@ -162,8 +161,8 @@ class SpecialTokens:
         self._declare_special_tokens([config.get(name) for name in NAMED_TOKENS])
 
     def _add_listed_tokens(self, listed: Mapping[str, Mapping[str, object]]) -> None:
-        """Add the tokens in `listed`, the value of `added_tokens_decoder` (id -> token), unless tokenizer.json has them
-        with the same flags. Warn of each token whose id is not the one in `listed`."""
+        """Add the tokens of `added_tokens_decoder` that tokenizer.json lacks. Warn of a token with another id than
+        listed."""
         tokens = {int(index): _added_token(token) for index, token in listed.items()}
         present = {repr(token) for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         self.backend_tokenizer.add_tokens([token for _, token in sorted(tokens.items()) if repr(token) not in present])
@@ -176,9 +175,8 @@ class SpecialTokens:
                 )
 
     def _declare_special_tokens(self, named: Iterable[object] = ()) -> None:
-        """Declare as special all special tokens that the settings name: those with a role, such as "eos_token", and
-        additional ones. Tokens in `added_tokens_decoder` keep the flags (such as `lstrip`) that they have there; other
-        tokens that tokenizer.json lacks get the flags of their entry in `named`, the tokens with a role."""
+        """Declare all special tokens that the settings name. Their flags (such as `lstrip`) are those in
+        `added_tokens_decoder`, or for tokens that tokenizer.json lacks those in `named`."""
         added = {token.content: token.special for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         wanted = [t for t in [*self._named.values(), *self._additional] if t is not None and not added.get(t)]
         flagged = {token_text(token): token for token in named if isinstance(token, Mapping)}

@@ -120,8 +120,7 @@ class RaggedBatch(MutableMapping[str, Any]):
 
     @cached_property
     def _inside(self) -> Tensor:
-        """Return bool [B, S]: whether each position of the padded layout holds a token. In row-major order, the True
-        positions are in the order of the T tokens."""
+        """Return bool [B, S]: whether each position of the padded layout holds a token."""
         return torch.arange(self.width)[None] < self.lengths[:, None]
 
     def padded(self, of_tokens: Tensor, fill: float = 0) -> Tensor:

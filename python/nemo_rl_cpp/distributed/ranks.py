@@ -193,8 +193,6 @@ class Ranks:
 
 
 def _sum(ranks: Communicator | None, value: float) -> float:
-    """Return the sum of `value` over the processes of `ranks`, added in rank order; `value` itself if `ranks` is
-    None."""
     if ranks is None:
         return value
     own, every = torch.tensor([value], dtype=torch.float64), torch.empty(ranks.size, 1, dtype=torch.float64)
@@ -232,16 +230,14 @@ def deal(
 
 
 def _groups_of(data: RaggedBatch, default: object = None) -> list[int]:
-    """Return the `group_id` of each sample. If the batch has none, return `default`. If `default` is None, too, return
-    -1 (no group) for each sample."""
+    """Return the `group_id` of each sample, otherwise `default`, otherwise -1 (no group)."""
     groups = data.samples.get("group_id", default)
     return [-1] * data.size if groups is None else torch.as_tensor(groups).tolist()
 
 
 def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[list[int], int]]:
-    """Group the samples `rows` by prompt (`group_id`), without those that have no backward pass (`idle` is true; it has
-    one bool per sample of the batch). Return for each group (its samples, its number of tokens), with the prompt
-    counted once."""
+    """Group the samples `rows` that are not `idle` (no backward pass) by prompt. Return (samples, number of tokens) of
+    each group, with the prompt counted once."""
     groups, lengths, prompts, units = _groups_of(data), data.lengths.tolist(), prompt_lengths(data), {}
     for row in rows:
         if not idle[row]:
@@ -307,9 +303,7 @@ def generated_by(
 
 
 def _blocks_of(dealt: list[list[int]], rank: int, ranks: int, in_turns: bool) -> list[list[int]]:
-    """Return those of the gradient blocks `dealt` (lists of sample indices) that belong to rank `rank` of `ranks`
-    ranks, which all have the same number of blocks. With `in_turns` blocks are assigned to ranks round-robin; otherwise
-    each rank gets consecutive blocks."""
+    """Return rank `rank`'s share of the gradient blocks `dealt`: round-robin with `in_turns`, otherwise consecutive."""
     each = len(dealt) // ranks
     return dealt[rank::ranks] if in_turns else dealt[rank * each : (rank + 1) * each]
 
@@ -368,8 +362,7 @@ def connect(
 
 
 def _own_gpu(rank: int) -> torch.device:
-    """Make this rank's GPU the current device of torch, and return it. Workers on one machine see all GPUs and use them
-    in rank order; a Ray actor sees only its own. Raise ValueError if torch sees no GPU."""
+    """Make the visible GPU number `rank` (modulo their number) torch's current device, and return it."""
     count = torch.cuda.device_count()
     if count == 0:
         raise ValueError(

@@ -189,8 +189,8 @@ class RayWorkers(Workers):
             raise
 
     def _all_started(self) -> list[tuple[str, int]]:
-        """Wait until all actors have started, and return the result of each actor's `start`. Raise WorkerLostError for
-        the first actor that has ended or is silent."""
+        """Wait until all actors have started, and return each one's `start`. Raise WorkerLostError for one that has
+        not."""
         given = (surroundings(), self.host, self._store.port)
         starting = [actor.start.remote(*given, rank) for rank, actor in enumerate(self._actors)]
         calls = [self._started(rank, "starting", reference) for rank, reference in enumerate(starting)]
@@ -275,8 +275,7 @@ class RayWorkers(Workers):
 
 
 class _Beats:
-    """A record of how long each rank has been silent. Each rank counts its heartbeats in `store`, and this object notes
-    when a count has changed."""
+    """A record of how long each rank has been silent, from the heartbeats that it counts in `store`."""
 
     def __init__(self, store: TCPStore, ranks: list[int]) -> None:
         self._store, self._counts, self._looked = store, {}, time.monotonic()

@@ -175,8 +175,8 @@ class Workers(Protocol):
 
 
 def _depth(error: BaseException) -> int:
-    """Return a number that ranks errors by how close they are to the root cause: 0 for a lost worker, 1 for a rank's
-    own failure, 2 if the rank stopped because another rank failed."""
+    """Return how far an error is from the root cause: 0 for a lost worker, 1 for a rank's failure, 2 for its
+    consequence."""
     from nemo_rl_cpp._native import C
 
     if isinstance(error, WorkerLostError):

@@ -150,8 +150,7 @@ def _checked(result: AgentResult) -> AgentResult:
 
 
 def _in_thread(function: AgentFunction, task: AgentTask) -> asyncio.Future:
-    """Call `function(task)` in a new daemon thread, and return a future of its result. If the function never returns,
-    only the rollout of this task waits for it."""
+    """Call `function(task)` in a new daemon thread, so that only its own rollout waits for a function that hangs."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 

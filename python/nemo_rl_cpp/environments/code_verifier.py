@@ -135,8 +135,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _results(outcome: Outcome, count: int) -> list[CheckResult]:
-    """Return the results of `count` tests, which a run wrote as JSON to its standard output. All are {} if the run was
-    stopped or failed, or if its output is invalid."""
+    """Return the `count` results that a run wrote as JSON; all {} if it failed or its output is invalid."""
     found = None
     if outcome.exit_code == 0 and outcome.stopped is None:
         with suppress(ValueError, RecursionError):
@@ -196,8 +195,8 @@ def parse_tests(ground_truth: object) -> CodeTests:
 
 
 def _assert(statement: str) -> tuple[Check, object]:
-    """Return (check, expected value) of one statement: ({"expression": EXPRESSION}, LITERAL) for `assert EXPRESSION ==
-    LITERAL`, ({"statement": statement}, None) for any other. Raise ValueError if it is not one Python statement."""
+    """Return (check, expected value) of one statement; only of `assert EXPRESSION == LITERAL` the value is compared
+    outside."""
     try:
         [node] = ast.parse(statement).body
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):

@@ -91,8 +91,7 @@ def interpreter(python: str | None) -> str:
 
 
 class _Servers:
-    """The process that runs NeMo Gym (`nemo_gym_servers.py`). The constructor returns when its servers are ready, and
-    raises RuntimeError with the last lines of their log if they do not start."""
+    """The process that runs NeMo Gym (`nemo_gym_servers.py`). The constructor waits until its servers are ready."""
 
     def __init__(self, python: str, config: dict[str, object]) -> None:
         handle, log = tempfile.mkstemp(prefix="nemo_gym_", suffix=".log")
@@ -145,8 +144,7 @@ class _Servers:
         self._fail_all()
 
     def _fail_all(self) -> None:
-        """Set an error on the futures of all rollouts that have no result yet. Two threads may call this method; only
-        one takes each future."""
+        """Fail all rollouts that have no result yet. Two threads may call this method; only one takes each future."""
         while self._asked:
             with contextlib.suppress(KeyError):
                 _, future = self._asked.popitem()

@@ -56,8 +56,8 @@ class EnvironmentActor:
     constructor."""
 
     def __init__(self, make: bytes, folder: str, variables: Mapping[str, str]) -> None:
-        """Enter `folder`, set `variables`, and store `make`, the pickled function that makes the environment. It is
-        pickled so that the environment's modules are imported only afterwards, when `start` unpickles it."""
+        """Enter `folder`, set `variables`, and keep `make` pickled, so that `start` imports the environment's modules
+        after it."""
         enter(folder, variables)
         self._make, self._environment = make, None
 
@@ -77,9 +77,8 @@ class EnvironmentActor:
 
 
 def _told(call: Callable[[], Any]) -> Any:
-    """Return the result of `call`, which runs user code. If it raises, raise the exception (or one that can be pickled)
-    with two attributes: `trace`, the text of its traceback, and `told`, a sentence on where in user code the error is
-    (None: not there). Only this process knows these, not the caller's."""
+    """Return the result of `call`, which runs user code. An exception gets the attributes `trace` (its traceback) and
+    `told` (a sentence on the place in user code, or None), which only this process knows."""
     try:
         return call_user(call)
     except BaseException as error:

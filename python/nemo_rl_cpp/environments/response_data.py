@@ -89,8 +89,8 @@ def inspect_rows(
 
 
 def _about_lengths(lengths: list[tuple[int, int]], limits: Limits, where: str, rows: int) -> Iterator[Finding]:
-    """Yield a problem for each of the `limits` on tokens that a prompt reaches. `lengths` has (number of tokens, row
-    number) of each tokenized prompt. `rows` is the number of rows of the data set, and `where` names it in messages."""
+    """Yield a problem for each of the `limits` that a prompt reaches. `lengths` has (number of tokens, row number)
+    pairs."""
     longest, row = max(lengths, key=lambda each: each[0])
     looked_at = "" if len(lengths) == rows else f" looked at (of {rows:,})"
     cut = None if limits.cut == limits.context else limits.cut
@@ -147,9 +147,8 @@ def _about_truths(
 
 
 def _verdict(truth: object, name: str, section: Mapping[str, object]) -> str | None:
-    """Return None if the environment `name`, with the settings `section`, can compare responses with the ground truth
-    `truth`, "as text" if only a response with the same text is correct, "never" if no response is, and "wrong" for a
-    value that the environment rejects or cannot use."""
+    """Return None if the environment `name` can compare responses with `truth`, "as text" if only the same text is
+    correct, "never" if nothing is, and "wrong" for a value that the environment rejects."""
     try:
         if name == "code":
             parse_tests(truth)
@@ -243,9 +242,8 @@ class _Tasks:
 
 
 def _filled_sections(config: Settings, env_configs: Settings | None) -> dict[str, list[Settings]]:
-    """Return the sections of the data sets in `config`, the section `data`, with defaults filled in: {"train":
-    sections, "validation": sections}. Raise ValueError if one is invalid, or names no environment in `env_configs`, the
-    section `env` (None: not checked)."""
+    """Return the sections of `data.train` and `data.validation` with their defaults. Raise ValueError for an invalid
+    one."""
     if config.get("train") is None:
         raise ValueError(
             "the data section lacks `train`: data.train.dataset_name names the training data, and "

@@ -199,8 +199,7 @@ def _numbers(weights: object) -> list[float]:
 
 
 def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns:
-    """Return those entries of `columns`, {column name: values}, that are parameters of a reward function. Raise
-    ValueError, with the function's `name`, if a parameter without default is no column."""
+    """Return the columns that a reward function has parameters for. Raise ValueError if it requires another one."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):

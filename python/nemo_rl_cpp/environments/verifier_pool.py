@@ -107,8 +107,8 @@ class VerifierPool:
     of the program, and when the pool is garbage-collected."""
 
     def __init__(self, verifier: type, cfg: VerifierPoolConfig, warm_up: Mapping[str, object] | None = None) -> None:
-        """Start `cfg.num_workers` processes, at most as many as there are cores (on a single core, at most two). Each
-        makes a `verifier`, and calls its `warm_up` with the arguments `warm_up`, if given."""
+        """Start `cfg.num_workers` processes, but no more than cores (or two), each of which calls `warm_up` of a
+        `verifier`."""
         if verifier.__module__ == "__main__" or "<locals>" in verifier.__qualname__:
             raise ValueError(
                 f"the verifier {verifier.__qualname__} must be importable by worker processes: put it into a module"
@@ -173,8 +173,7 @@ class VerifierPool:
         return verdicts
 
     def _judge(self, place: int, request: Request) -> Reply | str:
-        """Return the reply of worker number `place` to the request, or "timed_out" or "crashed" if the worker had to be
-        replaced."""
+        """Return a worker's reply, or "timed_out" or "crashed" if the worker had to be replaced."""
         worker = self._workers[place]
         try:
             reply = worker.ask(request, self.cfg.verifier_deadline_s)

@@ -44,8 +44,7 @@ def _end_with_the_parent() -> None:
 
 
 def _limit_memory(megabytes: int) -> None:
-    """Limit the address space of this process to its current size plus `megabytes`; larger allocations raise
-    MemoryError."""
+    """Limit the address space of this process to its current size plus `megabytes`."""
     with open("/proc/self/statm") as statm:
         pages = int(statm.read().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + megabytes * 2**20

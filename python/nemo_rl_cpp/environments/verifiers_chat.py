@@ -71,8 +71,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
 
 @dataclass
 class _Tools:
-    """The tools of a rollout. `gate` is the URL that is asked before each tool call whether to make it; None: every
-    call is made."""
+    """The tools of a rollout. The URL `gate`, if any, is asked before each tool call whether to make it."""
 
     client: httpx.AsyncClient
     places: dict[str, tuple[str, str]]

@@ -193,8 +193,7 @@ def measure(
 def _answer(
     batch: BatchedDataDict, generation: BaseEngine, env: Environment, config: MasterConfig
 ) -> tuple[list[dict[str, object]], dict[str, float]]:
-    """Generate responses to a batch of prompts and score them. Return (one sample per response, metrics of rollouts and
-    environment)."""
+    """Answer a batch of prompts, and return (one sample per response, metrics of rollouts and environment)."""
     prompts = ["\n".join(message["content"] for message in log) for log in batch["message_log"]]
     conversations = Conversations(batch, generation.tokenizer, config.generation.vllm_cfg.max_model_len)
     answers: list[str | None] = [None] * batch.size

@@ -50,8 +50,8 @@ def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> 
 
 
 def _ways(others: list[list[int]], votes: int, first: int, remaining: int) -> int:
-    """Return the number of ways to give `remaining` votes to the answers `others` (for each, the indices of its
-    responses) so that each loses against an answer that has `votes` votes, the first of them at index `first`."""
+    """Return in how many ways `remaining` votes go to `others` (the places of each answer) so that each loses against
+    an answer with `votes` votes, the first of them at `first`."""
     ways = [1] + [0] * remaining  # ways[m]: the number of ways in which m votes go to the answers so far
     for place in others:
         after = sum(i > first for i in place)
@@ -250,8 +250,8 @@ def _mean(prompts: Sequence[Prompt]) -> float:
 
 
 def _changed(answers: Sequence[Sequence[Prompt]], sign: int) -> list[Sequence[Prompt]]:
-    """Return the entries of `answers` whose mean reward rose (`sign` 1) or fell (-1) from the first to the last
-    evaluation, largest change first. An entry belongs to one prompt, and has a `Prompt` per evaluation."""
+    """Return the prompts whose mean reward rose (`sign` 1) or fell (-1) from the first to the last evaluation, largest
+    first."""
     found = [each for each in answers if sign * (each[-1].mean - each[0].mean) > 0]
     return sorted(found, key=lambda each: -abs(each[-1].mean - each[0].mean))
 

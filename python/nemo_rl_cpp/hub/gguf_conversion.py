@@ -140,8 +140,8 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
 
 
 def _add_recurrence(reader: GGUFReader, config: dict[str, Plain]) -> None:
-    """Set the sizes of Qwen3.5's gated delta nets and experts in `config`, and the number of layers, without those for
-    multi-token prediction."""
+    """Set the sizes of Qwen3.5's gated delta nets and experts, and the number of layers without multi-token
+    prediction."""
     for source, name in RECURRENT_AND_EXPERTS.items():
         if (number := _value(reader, f"{{arch}}.{source}")) is not None:
             config[name] = int(number)
@@ -181,12 +181,12 @@ def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
 
 
 def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Plain]:
-    """Return rope_scaling of the type llama3, computed from `factors`, by which RoPE's frequencies are divided, and
-    from RoPE's base `theta`. The unknowns are `factor` and `original` (original_max_position_embeddings).
+    """Return rope_scaling of the type llama3 from `factors`, which divide RoPE's frequencies, and from RoPE's base
+    `theta`.
 
     With low_freq_factor 1 and high_freq_factor 4, as in all Llama 3, a frequency of wavelength w is divided by 1 if w <
-    original / 4, by `factor` if w > original, and else by 1 / ((1 - s) / factor + s) with s = (original / w - 1) / 3.
-    Raise UnsupportedGgufError if no `original` gives `factors`."""
+    original / 4, by `factor` if w > original, and else by 1 / ((1 - s) / factor + s) with s = (original / w - 1) / 3,
+    where original is original_max_position_embeddings."""
     wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
     factor = float(factors.max())
     between = (factors > 1 + 1e-6) & (factors < factor - 1e-6)
@@ -253,8 +253,7 @@ def _byte_level(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
 
 
 def _sentencepiece(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
-    """Return a SentencePiece BPE tokenizer with the vocabulary `vocab` ({token: id}). Merges are applied in the order
-    of the scores of the tokens that they produce, highest first."""
+    """Return a SentencePiece BPE tokenizer. Merges apply in the order of their results' scores, highest first."""
     scores = _value(reader, "tokenizer.ggml.scores")
     merges = []
     for token, i in vocab.items():

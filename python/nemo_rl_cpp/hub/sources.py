@@ -443,8 +443,8 @@ def find_policy_weights(name: str) -> str:
 
 
 def _problem_of_weights(step: Path) -> str | None:
-    """Return what is wrong with the policy's weights in the checkpoint `step`; None if they are complete. Without a
-    manifest another program wrote it, and only the existence of files is checked."""
+    """Return what is wrong with the policy's weights in a checkpoint. Without a manifest only their existence is
+    checked."""
     if (step / MANIFEST).exists():
         return folder_problem(step, contents=False, within=f"{_WEIGHTS}/")
     return None if any((step / _WEIGHTS).glob("*")) else f"it has no files in {_WEIGHTS}"

@@ -54,8 +54,7 @@ class TrackerLogger(LoggerInterface):
     variables: Mapping[str, str] = {}
 
     def __init__(self, log_dir: str) -> None:
-        """Import the tracker's package. Read the id of the tracker's run from the log folder `log_dir`, so that a
-        resumed run continues it."""
+        """Import the tracker's package, and read the id of the run that a resumed run continues from `log_dir`."""
         self._tracker = self.package(self.name)
         self._id_file = Path(log_dir) / "run_id.txt"
         self._known = self._id_file.read_text().strip() if self._id_file.exists() else None
@@ -119,8 +118,8 @@ class InitTracker(TrackerLogger):
     folder_key = ""  # the argument of `init` for the folder of the tracker's files, if there is one
 
     def __init__(self, cfg: Section | Mapping[str, object] | None, log_dir: str) -> None:
-        """Start the tracker's run. The keys of `cfg`, the section `logger.NAME`, are arguments of the package's `init`
-        (project, name, ...). Raise ValueError if the package is not installed or does not start."""
+        """Start the tracker's run. The keys of `cfg`, the section `logger.NAME`, are arguments of the package's
+        `init`."""
         super().__init__(log_dir)
         self._options = self.given(cfg) | ({self.folder_key: log_dir} if self.folder_key else {})
         is_given = self.id_key == "id" and ("id" in self._options or os.getenv(self.variables["id"]))
@@ -211,8 +210,7 @@ class MLflowLogger(TrackerLogger):
     }
 
     def __init__(self, cfg: MLflowConfig | Mapping[str, object] | None, log_dir: str) -> None:
-        """Start the MLflow run, or continue the one whose id `cfg` or the log folder `log_dir` holds. `cfg` is the
-        section `logger.mlflow`. Raise ValueError if MLflow is not installed."""
+        """Start the MLflow run, or continue the one whose id `cfg` or the log folder holds."""
         super().__init__(log_dir)
         options = self.options(cfg)
         self._run_name = options.get("run_name")
@@ -234,8 +232,7 @@ class MLflowLogger(TrackerLogger):
 
     @contextmanager
     def _own_server(self) -> Iterator[ModuleType]:
-        """Return a context that yields the module `mlflow` with this run's tracking URI. If user code has set another
-        URI, it is set again at the end."""
+        """Yield the module `mlflow` with this run's tracking URI, and set that of user code again at the end."""
         theirs = self._tracker.get_tracking_uri()
         if theirs == self._uri:
             yield self._tracker
@@ -247,8 +244,7 @@ class MLflowLogger(TrackerLogger):
             self._tracker.set_tracking_uri(theirs)
 
     def _use(self, run: "ActiveRun", step: int | None) -> None:
-        """Log to the MLflow run `run` from now on. `step` is the step from which the training run resumes; None for a
-        new MLflow run."""
+        """Log to `run` from now on. `step`: where the training run resumes; None for a new MLflow run."""
         self.run_id, self._experiment, self._resumed_step = run.info.run_id, run.info.experiment_id, step
         self._id_file.write_text(str(self.run_id))
 
@@ -300,8 +296,7 @@ class MLflowLogger(TrackerLogger):
                 mlflow.log_params(new, run_id=self.run_id)
 
     def _new_params(self, params: Mapping[str, Plain], known: Mapping[str, str]) -> dict[str, object]:
-        """Return the parameters to log, given those that the MLflow run already has, `known`: new ones of `params`
-        under their own names, and changed ones as `NAME.from_step_N`."""
+        """Return the parameters to log: new ones under their names, changed ones (of `known`) as `NAME.from_step_N`."""
         changes = _latest_changes(known)
         new: dict[str, object] = {}
         for name, value in flatten_dict(to_plain(params)).items():
@@ -321,9 +316,8 @@ class MLflowLogger(TrackerLogger):
 
 
 def _latest_changes(params: Mapping[str, str]) -> dict[str, tuple[tuple[int, int], str]]:
-    """Return the parameters that changed when the run resumed, as {NAME: ((N, M), value)}: the value from the M-th
-    change at step N. `params` has it under the name `NAME.from_step_N` (M = 1) or `NAME.from_step_N.M`. Of several
-    changes of a parameter, return the last."""
+    """Return {NAME: ((N, M), value)}: the last change of each parameter, the M-th at step N, from the names
+    `NAME.from_step_N` (M = 1) and `NAME.from_step_N.M`."""
     latest: dict[str, tuple[tuple[int, int], str]] = {}
     for name, value in params.items():
         if found := re.fullmatch(r"(.+)\.from_step_(\d+)(?:\.(\d+))?", name, re.DOTALL):

@@ -109,8 +109,7 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
             self._note_full_disk("files of steps", error)
 
     def _note_full_disk(self, name: str, error: OSError) -> None:
-        """Warn, once per run, if `error` means that the disk is full; raise any other error. `name` is the file that
-        could not be written."""
+        """Warn, once per run, that `name` could not be written because the disk is full; raise any other error."""
         if (trouble := disk_trouble(error)) is None:
             raise error
         if name not in self._failed:

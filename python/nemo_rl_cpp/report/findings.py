@@ -291,8 +291,8 @@ def prompts_cut(h: MetricHistory) -> Found:
 
 
 def _cut_costs_nothing(h: MetricHistory) -> bool:
-    """Return whether truncated responses get about as much reward as all responses, in steps where not all were
-    truncated. If there are no such steps, return whether the reward rises."""
+    """Return whether truncated responses earn about as much as all, or, if nearly all are truncated, whether the reward
+    rises."""
     cut, every, rate = (h.by_step(name) for name in ("train/reward_of_truncated", REWARD, CUT))
     steps = [step for step in cut if rate.get(step, 1.0) < 0.97 and step in every]
     if steps:

@@ -126,8 +126,7 @@ def stage_shares(h: MetricHistory) -> dict[str, float]:
 
 
 def _time_spec(history: MetricHistory) -> dict[str, Plain] | None:
-    """Return the specification of a stacked bar chart with the time of each stage. Small stages are merged into
-    "other". Return None if no stage was timed."""
+    """Return the specification of a stacked bar chart of the stages' times; None if no stage was timed."""
     shares = stage_shares(history)
     colors = {
         label: _STAGES.index(label) if label in _STAGES else _MORE[sum(map(ord, label)) % len(_MORE)]
@@ -317,8 +316,7 @@ class ReportWriter:
         self, log_dir: Path | str, config: MasterConfig | None = None, total_steps: int | None = None,
         title: str | None = None, token_bytes: TokenBytes | None = None,
     ) -> None:  # fmt: skip
-        """Read the files that the folder `log_dir` already has. Without `config`, use hyperparams.json and the facts of
-        an earlier report. `token_bytes` is as in `SampleBook`."""
+        """Read the files of the folder. Without `config`, use hyperparams.json and the facts of an earlier report."""
         self.log_dir = Path(log_dir)
         self.path = self.log_dir / REPORT
         self._book = SampleBook(self.log_dir, token_bytes)
@@ -389,8 +387,7 @@ def keys_set(config: MasterConfig) -> list[dict[str, Plain]]:
 
 
 def _place(where: str) -> str | None:
-    """Return a readable name of `where`, the file or override that set a configuration key; None for a file of this
-    package."""
+    """Return a readable name of the file or override that set a key; None for a file of this package."""
     if where.startswith("override "):
         return "command line"
     file, _, number = where.rpartition(":")

@@ -58,8 +58,7 @@ class Progress(AbstractContextManager["Progress"]):
     def __init__(
         self, total_steps: int | None, start_step: int = 0, mode: str | None = None, console: Console | None = None
     ) -> None:
-        """Start the display on `console` (None: stdout) for a run of `total_steps` steps. If `total_steps` is None, no
-        remaining time is shown."""
+        """Start the display of a run of `total_steps` steps (None: unknown) on `console` (None: stdout)."""
         self.total_steps = total_steps
         self.mode = mode or _choose_mode(console)
         self._console = console

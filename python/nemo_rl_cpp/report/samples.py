@@ -189,8 +189,8 @@ class SampleBook:
         return shown | {"tokens": [texts[i] for i in kept]} | _columns(answer, kept)
 
     def _texts(self, tokens: Sequence[int]) -> list[str] | None:
-        """Return a text for each of `tokens`; None in place of the list if it is empty or has an unknown token. If a
-        character has several tokens, the last one gets its text, and the others get ""."""
+        """Return a text for each token, or None if one is unknown. Of a character's tokens the last one gets its
+        text."""
         for token in tokens:
             if token not in self._bytes and self._token_bytes is not None:
                 self._bytes[token] = self._token_bytes(token)
@@ -210,10 +210,9 @@ class SampleBook:
 
 
 def _columns(answer: Answer, kept: Sequence[int]) -> dict[str, Plain]:
-    """Return {column: one value per token of `kept`}. `kept` holds the indices of the tokens that the page shows. The
-    columns are integers: "lp", log-probabilities times 100; "ratio", log-ratios of trainer to engine times 10,000 (0 if
-    all are 0); "adv", advantages times 100. They have None at tokens that an environment wrote, whose places in `kept`
-    the list "env" has. A column that shows nothing is omitted."""
+    """Return {column: integers, one per token of `kept`, the shown tokens}: "lp", 100 times the log-probabilities;
+    "ratio", 10,000 times the log-ratios of trainer to engine (0 if all are 0); "adv", 100 times the advantages; None at
+    tokens of an environment, whose places are in "env". A column that shows nothing is omitted."""
     mask = answer.column("token_loss_mask")
 
     def numbers(name: str) -> list[float | None]:

@@ -93,8 +93,7 @@ def calculate_rewards(
 
 
 def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> EnvironmentReturn:
-    """Merge the results of several environments in the order of the batch's rows. `parts` holds (rows, result) of each.
-    Raise ValueError if only some of them have reward components."""
+    """Merge the results of several environments, (rows, result) each, in the order of the batch's rows."""
     if len({isinstance(part.rewards, dict) for _, part in parts}) > 1:
         raise ValueError("some environments of this batch give one reward, others a dictionary of them")
     order = [row for rows, _ in parts for row in rows]
@@ -269,8 +268,8 @@ class Conversations:
         self.active = going_on
 
     def _mask(self, row: int, metadata: object) -> None:
-        """Record whether the environment excludes the conversation in row `row` from training (`mask_sample` in its
-        metadata). A later turn overrides an earlier one. Raise ValueError if the value is not a Boolean."""
+        """Record whether the environment excludes a conversation from training (`mask_sample`); the last turn
+        counts."""
         if not isinstance(metadata, Mapping) or "mask_sample" not in metadata:
             return
         if metadata["mask_sample"] not in (True, False):

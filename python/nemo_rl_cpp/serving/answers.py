@@ -89,8 +89,7 @@ class Speller:
 
 
 def _spelling(bytes_of: BytesOf, token: int) -> str:
-    """Return the text of a single token, decoded from the bytes that `bytes_of` returns for it: the name of a special
-    token, and U+FFFD for a partial character."""
+    """Return the text of a single token: the name of a special one, U+FFFD for a partial character."""
     return bytes_of(token).decode(errors="replace")
 
 
@@ -303,8 +302,7 @@ class ChatAnswer(TextAnswer):
         super().__init__(model, body, prompts, rollout, f"chatcmpl-{request_id}")
 
     def _parse(self, k: int, sample: Sample) -> tuple[Spelled, chat.ParsedToolCalls]:
-        """Return the texts of all tokens of choice `k`, whose last tokens are `sample`, and the tool calls in this
-        complete response."""
+        """Return the texts of all tokens of choice `k`, which end with `sample`, and its tool calls."""
         self._spellers.pop(k, None)
         spelled = self._take(k, sample)
         if not self._tools:
@@ -314,8 +312,7 @@ class ChatAnswer(TextAnswer):
         return spelled, chat.find_calls(spelled.text, f"{self.id[-8:]}_{k}", opens_thinking)
 
     def _complete(self, k: int, sample: Sample, name: str = "message") -> Json:
-        """Return the `choices` entry of a complete response: number `k` of the request, with the tokens of `sample`.
-        The entry's key `name` has the message."""
+        """Return the `choices` entry of the complete response `k`, whose message has the key `name`."""
         spelled, parsed = self._parse(k, sample)
         message: Json = {"role": "assistant", "content": parsed.text or (None if parsed.calls else "")}
         reason = sample.finish_reason

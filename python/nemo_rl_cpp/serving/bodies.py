@@ -213,9 +213,8 @@ def read_body(kind: type[Body], data: object) -> Body:
 
 
 def _without_neutral(data: dict[str, Any], ignored: set[str], kept: set[str] = frozenset()) -> dict[str, Any]:
-    """Return the fields of `data` that may change a response: drop nulls, the fields `ignored` and those of `_NEUTRAL`,
-    which are only accepted with the value that changes nothing. Raise RequestError for another value. The fields `kept`
-    are returned with any value."""
+    """Return the fields that may change a response, and those in `kept`. Raise RequestError for a field of `_NEUTRAL`
+    with a value that is not neutral."""
     changing = {name: value for name, value in data.items() if value is not None and name not in ignored}
     for name in changing.keys() & _NEUTRAL.keys() - kept:
         value = changing.pop(name)

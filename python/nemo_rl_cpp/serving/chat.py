@@ -67,8 +67,7 @@ def _end_of_thinking(text: str, begin: int) -> int:
 
 
 def _call(text: str, begin: int, call_id: str) -> tuple[Call, int] | None:
-    """Parse the tool call whose JSON starts at `begin`. Return (the call, with the id `call_id`; index of its end), or
-    None if it is invalid."""
+    """Parse the tool call whose JSON starts at `begin`. Return (call, index of its end), or None if it is invalid."""
     try:
         content, at = json.JSONDecoder().raw_decode(text, begin)
     except (ValueError, RecursionError):
@@ -132,8 +131,7 @@ def chat_prompt(
 def _text_behind(
     tokenizer: TokenizerType, messages: list[dict[str, object]], answer: int, tools: Tools | None
 ) -> str | None:
-    """Return the text that the chat template writes after the message with index `answer`; None if the template changes
-    that message."""
+    """Return what the chat template writes after message `answer`; None if it changes that message."""
     marked = [*messages]
     marked[answer] = {"role": "assistant", "content": _PLACE}
     text = render_prompt(tokenizer, marked, tools=tools)

@@ -228,9 +228,7 @@ def listener_of(config: PolicyConfig) -> socket.socket | None:
 def _model(
     policy: Policy | EngineWorker, inner: NativeGeneration, config: PolicyConfig, version: Callable[[], int], seed: int
 ) -> ServedModel:
-    """Return the policy as a model to serve over HTTP, whose engine starts closed. Its KV cache has the size of that of
-    `inner`, the training loop's engine. `version` returns the version of the current weights; `seed` is the seed of
-    sampling."""
+    """Return the policy as a model to serve. Its engine starts closed, with a KV cache of the size of `inner`'s."""
     generation, folder, tokenizer = config.generation, policy.folder, policy.tokenizer
     settings, stops = generation.http_server, generation.stop_strings or ()
     longest = generation.effective_max_model_len(config.max_total_sequence_length)

@@ -283,8 +283,8 @@ class AdaptedModel:
         return total, [row.float() for row in _of_rows(rows, scored[wanted])]
 
     def _score_prompts(self, rows: Sequence[Row], groups: Sequence[PromptGroup], width: int) -> list[Tensor]:
-        """Return the log-probabilities of the targets in the common prompt of each group, computed once per group. The
-        tensor of a group is [length, width]: the group's `length` input tokens, each with up to `width` targets."""
+        """Return the log-probabilities [length, width] of the targets in each group's prompt, computed once per
+        group."""
         prompts = [
             Row(rows[group.begin].tokens[: group.length], rows[group.begin].targets[: group.length], torch.Size(), {})
             for group in groups
@@ -404,9 +404,8 @@ def _has_prompt(row: Row, other: Row, length: int) -> bool:
 
 
 def _micro_batches(lengths: list[int], shared: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of each micro-batch, a range of consecutive rows with at most _TOKENS_AT_ONCE tokens (or one
-    longer row). `lengths` are the rows' numbers of tokens. Row i shares its first `shared[i]` tokens with the row
-    before it, which count once if both rows are in the same micro-batch."""
+    """Yield (begin, end) of consecutive rows with at most _TOKENS_AT_ONCE tokens, or of one longer row. The first
+    `shared[i]` tokens of row i, which the row before it has too, count once in a micro-batch."""
     begin, tokens = 0, 0
     for row, length in enumerate(lengths):
         more = length - shared[row]
@@ -418,9 +417,8 @@ def _micro_batches(lengths: list[int], shared: list[int]) -> Iterator[tuple[int,
 
 
 def _packed(rows: Sequence[Row], width: int, groups: Sequence[PromptGroup]) -> tuple[RaggedBatch, Tensor]:
-    """Pack rows into a batch, each with a dummy last token; the rows of each of `groups` get the same `group_id`.
-    Return (batch, targets [T, width]), where `width` is the largest number of targets per token; unused targets are
-    0."""
+    """Pack rows, each with a dummy last token, into a batch in which the rows of a group have one `group_id`. Return it
+    with the targets [T, width]; unused targets are 0."""
     group_of_row = torch.full((len(rows),), -1)
     for number, group in enumerate(groups):
         group_of_row[group.begin : group.end] = number
@@ -435,16 +433,14 @@ def _packed(rows: Sequence[Row], width: int, groups: Sequence[PromptGroup]) -> t
 
 
 def _of_rows(rows: Sequence[Row], scored: Tensor) -> list[Tensor]:
-    """Split `scored` [sum of N, largest K], the log-probabilities of consecutive rows, into one tensor [N, K] per row:
-    N input tokens with K targets each."""
+    """Split log-probabilities [sum of N, width] of consecutive rows into one tensor [N, K] per row."""
     parts = scored.split([len(row.tokens) for row in rows])
     return [part[:, : row.targets.shape[1]] for part, row in zip(parts, rows)]
 
 
 def _inputs_of(rows: Sequence[Row], config: dict[str, float]) -> dict[str, Tensor]:
-    """Return {name of a loss input: tensor of its values for all targets of all rows, in order}. The input `row` holds
-    the index of each target's row. If a row lacks an input, the number that `config` has for its name is used for all
-    targets of the row."""
+    """Return each input of the loss for all targets in order, with numbers of `config` for rows that lack it, and
+    `row`, the index of each target's row."""
     sizes = [row.targets.numel() for row in rows]
     names = {name for row in rows for name in row.inputs} | set(config)
     found = {

@@ -279,8 +279,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 def _page(request: Request, found: list) -> tuple[list, types.Cursor]:
-    """Return the page of the list `found` that the query parameters `limit` and `offset` of the request select, and a
-    `types.Cursor` with both and the length of `found`. Raise UserError for an invalid parameter."""
+    """Return the part of `found` that the query parameters `limit` and `offset` select, and its `types.Cursor`."""
     query = request.query_params
     try:
         limit, offset = int(query.get("limit", 1000)), int(query.get("offset", 0))

@@ -296,9 +296,8 @@ def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Seq
 
 
 def _tensor(given: object, what: str, length: int) -> Tensor:
-    """Return `given`, an input of the loss, as a dense tensor [N] or [N, K] for N = `length` tokens with up to K
-    targets each. Elements missing from a sparse tensor are 0. Raise UserError, in which `what` names the input, for any
-    other value."""
+    """Return an input of the loss as a dense tensor [N] or [N, K], N = `length`; elements that a sparse one lacks are
+    0."""
     try:
         tensor = given.to_torch() if hasattr(given, "to_torch") else torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -57,8 +57,7 @@ def data_of(request: pb.ForwardBackwardRequest) -> list[Datum]:
 
 
 def _tensor(tensor: pb.Tensor, what: str) -> Tensor:
-    """Return the tensor in a request: dense, or a sparse matrix in the CSR format, whose missing elements are 0. Raise
-    UserError, in which `what` names the tensor, if it is invalid."""
+    """Return the tensor in a request: dense, or a sparse matrix in the CSR format."""
     if tensor.dtype not in _DTYPES:
         raise UserError(f"{what} is no tensor of float32 or int64")
     dtype, shape = _DTYPES[tensor.dtype], list(tensor.shape)
@@ -110,8 +109,7 @@ def encoded(result: object) -> bytes | dict:
 
 
 def _record(rows: list[Tensor], trailing: torch.Size) -> pb.ArrayRecord:
-    """Pack the log-probabilities of several data into one protobuf message. `rows` has a tensor [N, *trailing] for each
-    datum: N may differ between data, `trailing` (empty or [K]) is the same."""
+    """Pack the log-probabilities of several data, a tensor [N, *trailing] each, into one protobuf message."""
     offsets = np.cumsum([0] + [4 * row.numel() for row in rows]).astype(np.int64)
     data = torch.cat([row.flatten() for row in rows]).numpy().astype(np.float32).tobytes()
     field = pb.BatchedTensor(data=data, offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32, trailing_shape=trailing)
@@ -172,8 +170,7 @@ class TrainedModel(Turns, Model):
 
 
 def _in_turn(call: Callable[[Service, TrainedModel, R], object]) -> Callable[[Service, R], types.UntypedAPIFuture]:
-    """Return a method that queues `call(self, model, request)` for the model of the request, and returns a future, by
-    which the client polls for the result."""
+    """Return a method that queues `call(self, model, request)` for the request's model."""
 
     @functools.wraps(call)
     def queue(self: Service, request: R) -> types.UntypedAPIFuture:

@@ -64,8 +64,7 @@ class Store:
     """All checkpoints of a server in one folder."""
 
     def __init__(self, root: Path, key: str = "folder") -> None:
-        """Lock the folder `root`, and complete or remove partial checkpoints of a killed process. `key` is the option
-        that sets the folder, for error messages."""
+        """Lock the folder, and complete or remove partial checkpoints of a killed process. `key` names it in errors."""
         self.root = root
         make_folder(root, key)
         self.close = FolderLock(root, key).close  # unlocks the folder

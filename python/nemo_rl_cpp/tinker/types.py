@@ -139,9 +139,7 @@ Loss = Callable[[Tensor, Inputs], Tensor]
 
 
 def _ppo(logprobs: Tensor, given: Inputs, ratio: Tensor | None = None) -> Tensor:
-    """Return PPO's clipped loss, summed over the target tokens. `given` holds the clip thresholds and, of each token,
-    the advantage and the old log-probability. The ratio of a token is exp(new - old log-probability), unless `ratio` is
-    given."""
+    """Return PPO's clipped loss, summed over the targets. The ratio is exp(new - old log-probability) unless given."""
     ratio = torch.exp(logprobs - given["logprobs"]) if ratio is None else ratio
     clipped = torch.clamp(ratio, given["clip_low_threshold"], given["clip_high_threshold"])
     return -torch.minimum(ratio * given["advantages"], clipped * given["advantages"]).sum()
@@ -159,10 +157,8 @@ def _dro(logprobs: Tensor, given: Inputs) -> Tensor:
 
 
 def _gspo(logprobs: Tensor, given: Inputs) -> Tensor:
-    """Return the loss of GSPO-token (Zheng et al., 2025, https://arxiv.org/abs/2507.18071), summed over the targets.
-    `logprobs` and the inputs `given` have one value per target. A token's ratio has the value of the sequence's ratio,
-    the geometric mean over the tokens marked by `sequence_ratio_mask`. Its gradient is that of the token's own
-    ratio."""
+    """Return the loss of GSPO-token (https://arxiv.org/abs/2507.18071), summed over the targets. A token's ratio has
+    the value of the sequence's, the geometric mean over the tokens in `sequence_ratio_mask`, and its own gradient."""
     row, mask = given["row"], (given["sequence_ratio_mask"] != 0).to(logprobs.dtype)
     sums = torch.zeros(int(row.max()) + 1, dtype=logprobs.dtype).index_add(
         0, row, (logprobs.detach() - given["logprobs"]) * mask

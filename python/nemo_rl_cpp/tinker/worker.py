@@ -257,8 +257,8 @@ class Worker:
             job.future.set_result(result)
 
     def _let_sample(self) -> None:
-        """Run steps of the sampler whose turn it is, until it has no request left, its turn ends, or a new request for
-        samples arrives from a client."""
+        """Run steps of the sampler whose turn it is, until it is idle, its turn ends, or a new request for samples
+        arrives."""
         if not self._busy:
             return
         sampler, begin = self._busy[0], time.monotonic()
@@ -286,8 +286,7 @@ class Worker:
                 future.set_exception(RuntimeError("the thread of the models has ended"))
 
     def _give_up_gaps(self) -> None:
-        """Fail requests that have waited too long for an earlier request that never arrived: the client lost it, or the
-        server was restarted."""
+        """Fail requests that have waited too long for an earlier one, which the client or a restarted server lost."""
         for model in list(self._out_of_turn):
             if model.waiting and time.monotonic() - min(j.since for j in model.waiting.values()) > self.gap_seconds:
                 for seq, job in model.waiting.items():

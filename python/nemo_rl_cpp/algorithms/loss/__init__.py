@@ -115,8 +115,7 @@ class ClippedPGLossFn:
         return getattr(self.cfg, name)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the attributes to pickle: all but `op_config`, which the worker that unpickles the loss computes
-        again."""
+        """Return the attributes to pickle: all but `op_config`, which the unpickled loss computes again."""
         return {name: value for name, value in self.__dict__.items() if name != "op_config"}
 
     @cached_property
@@ -150,8 +149,7 @@ class ClippedPGLossFn:
         )
 
     def _fixed_length(self) -> float:
-        """Return the constant by which the sum of a sequence's token losses is divided, or 0 to divide by the
-        sequence's length."""
+        """Return the divisor of a sequence's summed token losses; 0: its length."""
         if self.loss_agg_mode == "seq-mean-token-sum":
             return 1.0
         if self.loss_agg_mode != "seq-mean-token-sum-norm":
@@ -181,8 +179,7 @@ class ClippedPGLossFn:
         return self._with_entropy_bonus(result, data, counts) if self.takes_entropies else result
 
     def _token_weights(self, data: Mapping[str, Tensor], counts: ops.LossCounts) -> Tensor:
-        """Return the weight of each token but a sample's first in the loss: [B, S-1], for B samples padded to S tokens.
-        `counts` are the counts of the global batch by which the loss is divided; None: those of `data`."""
+        """Return the weight in the loss of each token but a sample's first: [B, S-1]."""
         config, mask, samples = self.op_config, data["token_mask"][:, 1:].double(), data["sample_mask"].double()
         weights = mask * samples[:, None]
         if config.token_level_loss:
@@ -222,8 +219,7 @@ class ClippedPGLossFn:
     def _with_entropy_bonus(
         self, result: ops.PolicyLossResult, data: Mapping[str, Tensor], counts: ops.LossCounts
     ) -> ops.PolicyLossResult:
-        """Return `result` with an entropy bonus: subtract entropy_coef times the mean of `curr_entropies` [B, S-1] from
-        the loss. The mean weights tokens as the loss does."""
+        """Subtract entropy_coef times the mean of `curr_entropies` [B, S-1], weighted as in the loss, from the loss."""
         entropies, weights = data["curr_entropies"], self._token_weights(data, counts)
         bonus = torch.where(weights != 0, weights * entropies, 0.0).sum()
         metrics = {**result.metrics, "entropy": float(bonus)}
@@ -277,8 +273,7 @@ class ClippedPGLossFn:
         global_valid_positive_toks: Count = None,
     ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
         """Return (loss, metrics), differentiable in `next_token_logprobs` [B, S-1] and
-        `data["curr_logprobs_unfiltered"]`. The three counts, by which the loss is divided, are those of valid samples,
-        of valid tokens, and of valid tokens of samples with a positive reward, in the whole global batch."""
+        `data["curr_logprobs_unfiltered"]`."""
         x = ops.floating(next_token_logprobs)
         result = self.native(x, data, global_valid_seqs, global_valid_toks, global_valid_positive_toks)
         inputs, grads = [x], [result.grad_logprobs]

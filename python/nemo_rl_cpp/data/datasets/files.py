@@ -142,8 +142,7 @@ _from_json = json.JSONDecoder(object_pairs_hook=_json_object).decode
 
 
 def _json_rows(path: Path) -> list[Row]:
-    """Return the rows of a JSON Lines file, or of a JSON file with a list of objects or an object of columns (column
-    name -> values)."""
+    """Return the rows of a JSON Lines file, or of a JSON file with a list of objects or an object of columns."""
     text = _text(path)
     try:
         whole = _from_json(text)
@@ -171,8 +170,8 @@ def _json_rows(path: Path) -> list[Row]:
 
 
 def _are_columns(whole: object) -> bool:
-    """Return whether the object in a JSON file maps column names to lists of values. An object with a list of messages
-    is one row instead."""
+    """Return whether a JSON object maps column names to lists of values. One with a list of messages is a row
+    instead."""
     if not isinstance(whole, dict) or not whole or not all(isinstance(values, list) for values in whole.values()):
         return False
     firsts = [values[0] for values in whole.values() if values]

@@ -140,8 +140,8 @@ class AllTaskProcessedDataset:
 
 
 def _check_beginnings(message_log: LLMMessageLogType, tokenizer: TokenizerType) -> None:
-    """Raise AssertionError if a message, or the prompt as a whole, begins with two BOS tokens, for instance one from
-    the template and one from the tokenizer."""
+    """Raise AssertionError if a message, or the whole prompt, begins with two BOS tokens (template's and
+    tokenizer's)."""
     pieces = [message["token_ids"] for message in message_log if "token_ids" in message]
     beginnings = [[int(token) for token in piece[:2]] for piece in pieces]
     bos = tokenizer.bos_token_id

@@ -145,9 +145,8 @@ def _visible_paths() -> list[str]:
 
 
 def _enter_new_root(folder_mb: int) -> None:
-    """Build a new root file system with `_visible_paths` and an empty folder `BOX` of at most `folder_mb` MB, and enter
-    it. The caller must be the only process in its mount namespace. Raise OSError, with the path in its message, if a
-    mount fails."""
+    """Build a root file system with `_visible_paths` and an empty folder `BOX` of at most `folder_mb` MB, and enter it.
+    The caller must be alone in its mount namespace."""
     staging = "/tmp"
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)  # nothing that follows is visible outside
     # /dev/zero is omitted: when mapped, it is shared memory, which can be held without address space

@@ -177,8 +177,8 @@ def _argument(index: int) -> bytes:
 
 
 def _any(code: int, values: tuple[int, ...], verdict: int = _KILL) -> list[bytes]:
-    """Return BPF instructions that end the filter with `verdict` if the comparison `code` is true for one of `values`
-    and the argument of the system call that was loaded last."""
+    """Return instructions that end the filter with `verdict` if `code` holds for a value and the argument loaded
+    last."""
     return [part for value in values for part in (_instruction(code, value, 0, 1), _instruction(_RETURN, verdict))]
 
 

@@ -185,8 +185,8 @@ class _Run:
                 self.outcome.exit_code = int(rest)
 
     def _name_users(self) -> None:
-        """Map the user ids in the sandbox to user ids outside. As root, map the program's user to nobody, because root
-        has no limits; otherwise map it to the caller's user."""
+        """Map the sandbox's user ids: as root, the program's user to nobody, because root has no limits; else to the
+        caller."""
         program, uid, gid = inside.PROGRAM_USER, os.getuid(), os.getgid()
         folder = Path(f"/proc/{self.keeper}")
         try:
@@ -209,8 +209,8 @@ class _Run:
         self._kill()
 
     def _kill(self) -> None:
-        """Kill the first process in the sandbox, or its parent, the keeper, if there is none yet. The kernel then kills
-        the program, and the keeper ends."""
+        """Kill the first process in the sandbox, or the keeper if there is none yet; the kernel then kills the
+        program."""
         with suppress(ProcessLookupError):
             os.kill(self.first or self.keeper, signal.SIGKILL)
 

@@ -83,8 +83,7 @@ class GeneratedDataset(RawDataset, ABC):
 
 
 def _sides(questions: Sequence[Q], text: Callable[[Q], str]) -> dict[bool, list[Q]]:
-    """Divide questions by a hash of `text(question)`, and return {False: training questions, True: validation
-    questions}."""
+    """Divide questions by a hash of their text: {False: training questions, True: validation questions}."""
     return {side: [q for q in questions if is_held_out(text(q), HELD_OUT) == side] for side in (False, True)}
 
 
@@ -163,8 +162,7 @@ class ReasoningGymDataset(GeneratedDataset):
         super().__init__(num_samples, **kwargs)
 
     def _entries(self, held_out: bool, count: int, seed: int) -> list[dict[str, str | None]]:
-        """Return up to `count` different questions of the training split, or of the validation split if `held_out`;
-        fewer if the task has no more."""
+        """Return up to `count` different questions of a split; fewer if the task has no more."""
         try:
             source = self._create(self.task, seed=seed, size=2**30, **self._options)
         except (TypeError, AssertionError, ValueError) as error:

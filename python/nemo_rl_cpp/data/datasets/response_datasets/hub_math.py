@@ -38,8 +38,7 @@ def last_boxed(text: str) -> str:
 
 
 def _gpqa_options(row: Row) -> tuple[list[str], int]:
-    """Return (answer options, index of the correct one) of a row. The order of the options depends only on the
-    question, not on the run."""
+    """Return (answer options, index of the correct one). Their order depends only on the question."""
     order = list(range(4))
     random.Random(row["Question"]).shuffle(order)
     texts = [row["Correct Answer"], *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]

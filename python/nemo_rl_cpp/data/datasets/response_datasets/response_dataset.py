@@ -104,8 +104,8 @@ class ResponseDataset(RawDataset):
 
 
 def _answer(value: object, key: str) -> object:
-    """Return the answer `value` as text for the environment: for a conversation, the content of its last message if
-    this is the assistant's; for a number, its string; for null, None. Raise ValueError for NaN and infinities."""
+    """Return an answer as text for the environment (of a conversation, the last message's), or None. Raise ValueError
+    for NaN and infinities."""
     if is_list(value) and value and isinstance(value[-1], Mapping) and value[-1].get("role") == "assistant":
         value = value[-1].get("content")
     if isinstance(value, float) and not math.isfinite(value):

@@ -51,6 +51,14 @@ def fails(task: AgentTask) -> float:
     return 1.0
 
 
+async def begins_in_vain(task: AgentTask) -> float:
+    """In every second rollout raise OSError before the first request."""
+    if int(task.key.rsplit("-", 1)[1]) % 2:
+        raise OSError("no tool server")
+    await _once(task)
+    return 1.0
+
+
 async def _once(task: AgentTask) -> None:
     async with client_of(task) as client:
         await ask(task, client, task.messages[0]["content"])

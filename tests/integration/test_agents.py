@@ -62,7 +62,9 @@ def test_run_with_an_agent_function_learns_and_trains_only_on_sampled_tokens(tmp
 
 def test_failed_agent_rollouts_are_counted_and_excluded_from_training(tmp_path, capsys):
     run, _ = run_of(tmp_path / "a", "fails", "grpo.max_num_steps=2")
-    assert [row["agent_errors"] for row in run.history] == [16, 16]
+    for row in run.history:
+        assert row["agent_errors"] == row["num_masked_samples"] == row["num_mask_sample_filtered"] == 16
+        assert "cut_prompts_rate" not in row  # the prompts fit
     assert "KeyError" in capsys.readouterr().out
     for function, seconds, said in (
         ("sleeps", 0.5, "all 32 .*timeout_s"),
@@ -70,6 +72,14 @@ def test_failed_agent_rollouts_are_counted_and_excluded_from_training(tmp_path, 
     ):
         with pytest.raises(RuntimeError, match=said):
             run_of(tmp_path / function, function, "grpo.max_num_steps=1", f"env.agent.timeout_s={seconds}")
+
+
+def test_agent_rollout_without_a_response_gets_no_overlong_penalty(tmp_path):
+    shaping = {"enabled": True, "overlong_buffer_length": 1, "overlong_buffer_penalty": 0.5, "max_response_length": 1}
+    keys = [f"grpo.reward_shaping.{name}={value}" for name, value in shaping.items()]
+    run, batches = run_of(tmp_path, "begins_in_vain", "grpo.max_num_steps=1", *keys)
+    assert run.history[0]["agent_errors"] == 16
+    assert batches[0].rewards.tolist() == [0.5, 0.0] * 16  # a response of one token has the whole penalty
 
 
 def test_validation_rollouts_are_made_by_the_agent_function(tmp_path):

@@ -49,11 +49,17 @@ def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
         rewards = torch.where(truncated, rewards * coef, rewards)
     if cfg.applies_overlong_penalty:
         buffer, penalty, longest = cfg.overlong_buffer_length, cfg.overlong_buffer_penalty, cfg.max_response_length
-        lengths = [next(len(m["token_ids"]) for m in log if m["role"] == "assistant") for log in batch["message_log"]]
+        lengths = [_first_response_length(log) for log in batch["message_log"]]
         beyond = torch.tensor(lengths, dtype=torch.float64, device=rewards.device) - (longest - buffer)
         rewards = (rewards.double() + torch.clamp(-beyond / buffer * penalty, max=0.0)).to(rewards.dtype)
     batch["total_reward"] = rewards
     return batch
+
+
+def _first_response_length(log: LLMMessageLogType) -> int:
+    """Return the number of tokens of a conversation's first response. It is 0 if an agent failed before its first
+    request."""
+    return next((len(message["token_ids"]) for message in log if message["role"] == "assistant"), 0)
 
 
 def shaping_warning(cfg: RewardShapingConfig) -> str | None:

@@ -43,9 +43,10 @@ def run_agent_rollouts(
     """Have the environments' agents make one rollout per row. Return (batch, metrics of rollouts and environments).
 
     The returned message logs hold the prompts that the agent sent and the engine's responses; other keys are those of
-    `run_multi_turn_rollout`. A rollout that failed or sent no request gets `loss_multiplier` 0. Of several
-    conversations in a rollout only the longest is trained on; `agent_calls_left_out` counts the other calls. Raise
-    RuntimeError if every rollout failed, and ValueError if the policy has no server."""
+    `run_multi_turn_rollout`. `mask_sample` marks rollouts that are not trained on: those that failed, sent no request,
+    or have a result that says so. Of several conversations in a rollout only the longest is trained on;
+    `agent_calls_left_out` counts the other calls. Raise RuntimeError if every rollout failed, and ValueError if the
+    policy has no server."""
     if not hasattr(policy, "begin_rollout"):
         raise ValueError(
             "the environment's agent asks the policy over HTTP: set policy.generation.expose_http_server=true"
@@ -100,7 +101,7 @@ def _attach(
     lengths = [len(chain[0].prompt_ids) if chain else tokens_of(log) for chain, log in prompts]
     logs = [message_log(chain, tokenizer) if chain else log for chain, log in prompts]
     batch["message_log"], batch["length"] = logs, torch.tensor(lengths)
-    batch["loss_multiplier"] = torch.as_tensor(batch["loss_multiplier"]).float() * torch.tensor(counts).float()
+    batch["mask_sample"] = ~torch.tensor(counts, dtype=torch.bool)
     batch["truncated"] = torch.tensor(cut, dtype=torch.bool)
     components = [result.reward if isinstance(result.reward, dict) else {} for result in results]
     for name in dict.fromkeys(name for each in components for name in each):

@@ -12,7 +12,7 @@ TEST(Random, PhiloxMatchesThePublishedTestVectors) {
             (std::array<std::uint32_t, 4>{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
 }
 
-TEST(Random, UniformIsBelowOneAndDependsOnEveryPartOfTheSamplingKey) {
+TEST(Random, UniformNumberIsBelowOneAndDependsOnEveryPartOfTheSamplingKey) {
   const RandomKey key{7, RandomStream::train, 1, 2, 3};
   const double u = random_uniform(key);
   EXPECT_GE(u, 0.0);

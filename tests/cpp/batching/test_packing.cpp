@@ -17,16 +17,16 @@ std::int64_t load(const Lengths& lengths, const std::vector<std::int64_t>& bin) 
                          [&](std::int64_t sum, std::int64_t i) { return sum + lengths[static_cast<std::size_t>(i)]; });
 }
 
-TEST(Packing, FirstFitDecreasingPlacesEqualLengthsByLargerIndex) {
+TEST(Packing, FirstFitDecreasingPlacesSequencesOfEqualLengthInDescendingIndexOrder) {
   EXPECT_EQ(pack_first_fit_decreasing(Lengths{4, 5, 3, 5, 7, 2}, 10), (Bins{{4, 2}, {3, 1}, {0, 5}}));
 }
 
-TEST(Packing, ModifiedFirstFitDecreasingGivesALargeItsMediumThenTwoSmalls) {
+TEST(Packing, ModifiedFirstFitDecreasingFillsABinWithOneLargeOneMediumAndTwoSmallSequences) {
   EXPECT_EQ(pack_modified_first_fit_decreasing(Lengths{7, 5, 3, 4, 3, 2}, 12), (Bins{{0, 1}, {3, 2, 4, 5}}));
   EXPECT_EQ(pack_modified_first_fit_decreasing(Lengths{7, 3, 3, 4, 2}, 13), (Bins{{0, 1, 2}, {3, 4}}));
 }
 
-TEST(Packing, EveryPackerPlacesEveryIndexOnceWithinTheCapacity) {
+TEST(Packing, EveryAlgorithmPlacesEverySequenceOnceAndKeepsBinsWithinTheCapacity) {
   for (std::uint64_t round = 0; round < 200; ++round) {
     Lengths lengths(round);
     for (std::size_t i = 0; i < lengths.size(); ++i)

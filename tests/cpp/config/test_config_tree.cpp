@@ -32,7 +32,7 @@ std::string message_of(Action action) {
   return "";
 }
 
-TEST(YamlTree, EveryValueHasItsFileAndLine) {
+TEST(YamlTree, EveryValueRecordsItsSourceFileAndLine) {
   const Node tree = read_yaml("a:\n  b: 1\n\n  c: [1,\n    2]\nd: {e: 5}\n", "x.yaml");
   EXPECT_EQ(at(tree, "a").source.text(), "x.yaml:1");
   EXPECT_EQ(at(tree, "a.b").source.text(), "x.yaml:2");
@@ -41,7 +41,7 @@ TEST(YamlTree, EveryValueHasItsFileAndLine) {
   EXPECT_EQ(at(tree, "d.e").source.text(), "x.yaml:6");
 }
 
-TEST(YamlTree, QuotingDecidesTheType) {
+TEST(YamlTree, QuotedScalarsAreStringsAndUnquotedOnesAreTyped) {
   const Node tree = read_yaml("a: 1\nb: '1'\nc: yes\nd: \"yes\"\ne:\n", "x.yaml");
   EXPECT_EQ(at(tree, "a").kind, Kind::integer);
   EXPECT_EQ(at(tree, "b").kind, Kind::string);
@@ -50,7 +50,7 @@ TEST(YamlTree, QuotingDecidesTheType) {
   EXPECT_EQ(at(tree, "e").kind, Kind::null);
 }
 
-TEST(YamlTree, RejectsDuplicateKeysOpenQuotesAndSeveralDocuments) {
+TEST(YamlTree, DuplicateKeysUnclosedQuotesAndMultipleDocumentsAreErrors) {
   const auto reading = [](const char* text) { return message_of([&] { read_yaml(text, "x.yaml"); }); };
   EXPECT_EQ(reading("a:\n  b: 1\n  b: 2\n"), "x.yaml:3: the key 'b' is given twice (first in line 2)");
   EXPECT_NE(reading("a: 'open\nb: 1\n").find("not closed"), std::string::npos);
@@ -59,7 +59,7 @@ TEST(YamlTree, RejectsDuplicateKeysOpenQuotesAndSeveralDocuments) {
   EXPECT_NE(reading("a: !!int x\n").find("x.yaml:1"), std::string::npos);
 }
 
-TEST(YamlScalar, NumbersAreReadAsInYaml11) {
+TEST(YamlScalar, NumbersAreParsedByTheRulesOfYaml11) {
   EXPECT_EQ(yaml_scalar("010").integer, 8);
   EXPECT_EQ(yaml_scalar("-0x10").integer, -16);
   EXPECT_EQ(yaml_scalar("12:30:45").integer, 45045);
@@ -71,7 +71,7 @@ TEST(YamlScalar, NumbersAreReadAsInYaml11) {
   EXPECT_EQ(yaml_scalar("9223372036854775807").integer, INT64_MAX);
 }
 
-TEST(PythonText, RealsAreWrittenAsByPythonsRepr) {
+TEST(PythonText, FloatsAreFormattedLikePythonRepr) {
   const std::pair<double, const char*> cases[] = {{1e16, "1e+16"},       {1e15, "1000000000000000.0"},
                                                   {1e-4, "0.0001"},      {1e-5, "1e-05"},
                                                   {0.1, "0.1"},          {123456789.125, "123456789.125"},
@@ -81,7 +81,7 @@ TEST(PythonText, RealsAreWrittenAsByPythonsRepr) {
   for (const auto& [value, text] : cases) EXPECT_EQ(python_text(Node::make_real(value)), text);
 }
 
-TEST(Merge, MappingsAreMergedAndOtherValuesReplaced) {
+TEST(ConfigMerge, MappingsAreMergedAndOtherValuesAreReplaced) {
   Node base = read_yaml("a: {x: 1, y: 2}\nl: [1, 2]\nn: {z: 1}\n", "base.yaml");
   merge(base, read_yaml("a: {y: 3}\nl: [9]\nn: null\n", "child.yaml"));
   EXPECT_EQ(at(base, "a.x").source.text(), "base.yaml:1");
@@ -91,7 +91,7 @@ TEST(Merge, MappingsAreMergedAndOtherValuesReplaced) {
   EXPECT_TRUE(at(base, "n").is_null());
 }
 
-TEST(Alias, AliasMovesItsValueAndTwoDifferentValuesAreReported) {
+TEST(KeyAlias, ValueOfAnAliasMovesToTheKeyAndConflictingValuesAreReported) {
   const std::vector<Alias> aliases = {{"s.old", "s.deep.fresh"}};
   std::vector<Problem> problems;
   Node tree = read_yaml("s: {old: 5}\n", "x.yaml");
@@ -111,7 +111,7 @@ TEST(Alias, AliasMovesItsValueAndTwoDifferentValuesAreReported) {
   EXPECT_NE(problems[0].message.find("x.yaml:3"), std::string::npos);
 }
 
-TEST(Override, ParsesTypeKeyAndValue) {
+TEST(Override, TextIsParsedIntoTypeKeyAndValue) {
   const Override parsed = parse_override("++a.b-c.0=[1, 'x', {k: 1e3}]");
   EXPECT_EQ(parsed.type, OverrideType::force_add);
   EXPECT_EQ(parsed.key, "a.b-c.0");
@@ -122,7 +122,7 @@ TEST(Override, ParsesTypeKeyAndValue) {
   EXPECT_FALSE(parse_override("~a").has_value);
 }
 
-TEST(Override, EveryMalformedTextIsAnArgumentError) {
+TEST(Override, MalformedTextThrowsOnlyInvalidArgument) {
   // every prefix of a long override, and every character alone
   const std::string text = R"(+a.b={x: [1, 'y\'z', "q"], int(3.5): ${k.l}, m\,n: str(true)})";
   for (std::size_t n = 0; n <= text.size(); ++n) {
@@ -139,7 +139,7 @@ TEST(Override, EveryMalformedTextIsAnArgumentError) {
   }
 }
 
-TEST(Override, FailedOverrideLeavesTheTreeUnchanged) {
+TEST(Override, FailedOverrideLeavesTheConfigurationUnchanged) {
   Node tree = read_yaml("a: {b: 1, c: {d: 1}}\n", "x.yaml");
   const Node before = tree;
   std::vector<Problem> problems;
@@ -148,7 +148,7 @@ TEST(Override, FailedOverrideLeavesTheTreeUnchanged) {
   EXPECT_TRUE(tree.same_value(before));
 }
 
-TEST(Override, SchemaKeysMayBeCreatedAndTheFirstUnknownPartIsReported) {
+TEST(Override, OverrideCreatesKeysOfTheSchemaAndReportsTheFirstUnknownPartOfOtherKeys) {
   Node tree = Node::make_mapping();
   std::vector<Problem> problems;
   const OverrideRules rules{{}, {"s", "s.t", "s.t.u"}};
@@ -159,7 +159,7 @@ TEST(Override, SchemaKeysMayBeCreatedAndTheFirstUnknownPartIsReported) {
   EXPECT_EQ(problems[1].key, "s.x");
 }
 
-TEST(Interpolation, ResultKeepsTheLineOfTheReferenceAndAllFailuresAreReported) {
+TEST(Interpolation, ResolvedValueKeepsItsSourceLineAndEveryFailureIsReported) {
   Node tree = read_yaml("a: 3\nb: ${a}\nc: ${nope}\nd: ${c}\n", "x.yaml");
   std::vector<Problem> problems;
   resolve_interpolations(tree, {}, problems);
@@ -170,7 +170,7 @@ TEST(Interpolation, ResultKeepsTheLineOfTheReferenceAndAllFailuresAreReported) {
   EXPECT_EQ(problems[1].where, "x.yaml:4");
 }
 
-TEST(Limits, ShortenedTextEndsWithACompleteCharacter) {
+TEST(Limits, ShortenedTextDoesNotSplitAMultiByteCharacter) {
   std::string text;  // characters of two bytes from the first on
   for (int i = 0; i < 150; ++i) text += "\xd9\x84";
   EXPECT_EQ(shortened(text), text.substr(0, 200) + "...");
@@ -178,7 +178,7 @@ TEST(Limits, ShortenedTextEndsWithACompleteCharacter) {
   EXPECT_EQ(shortened("short"), "short");
 }
 
-TEST(Interpolation, EveryKindOfCycleIsReported) {
+TEST(Interpolation, CyclicReferencesAreReported) {
   for (const char* text :
        {"a: ${a}\n", "a: ${b}\nb: ${c}\nc: ${a}\n", "a: {b: '${c}'}\nc: ${a}\n", "a: x${b}\nb: '${mul:2,${a}}'\n",
         "a: ['${a}']\n", "a: {b: '${a.b}'}\n", "a: ${${a}}\n", "a: ${b.c}\nb: ${a}\n"}) {
@@ -189,7 +189,7 @@ TEST(Interpolation, EveryKindOfCycleIsReported) {
   }
 }
 
-TEST(Load, InterpolationOfAParentFileSeesChildValuesAndOverrides) {
+TEST(LoadConfig, InterpolationInAParentFileUsesValuesOfTheChildFileAndOverrides) {
   namespace fs = std::filesystem;
   const fs::path folder = fs::temp_directory_path() / ("nemo_rl_config_" + std::to_string(::getpid()));
   fs::create_directories(folder);

@@ -49,7 +49,7 @@ std::vector<at::Tensor> subtrees(int rank, int count) {
   return found;
 }
 
-TEST(GradientExchange, IsBitIdenticalToASumAfterTheBackward) {
+TEST(GradientExchange, ReduceScatterDuringTheBackwardPassIsBitIdenticalToOneAfterIt) {
   for (const auto& [size, count] : {std::pair{2, 1}, {2, 4}, {3, 2}, {4, 3}})
     on_ranks(size, [count = count](Communicator& given) {
       const std::shared_ptr<Communicator> ranks(&given, [](auto*) {});
@@ -70,7 +70,7 @@ TEST(GradientExchange, IsBitIdenticalToASumAfterTheBackward) {
     });
 }
 
-TEST(GradientExchange, InPlaceSumIsBitIdenticalToASumAfterTheBackward) {
+TEST(GradientExchange, InPlaceReduceScatterIsBitIdenticalToOneAfterTheBackwardPass) {
   on_ranks(2, [](Communicator& given) {
     const std::shared_ptr<Communicator> ranks(&given, [](auto*) {});
     const auto wanted = plain(given, 2);
@@ -108,14 +108,14 @@ TEST(GradientExchange, FinishThrowsPeerLostIfARankIsLost) {
   }
 }
 
-TEST(GradientExchange, SecondBeginThrowsAndTheDestructorEndsAnUnfinishedSum) {
+TEST(GradientExchange, BeginThrowsWhileAnExchangeRunsAndTheDestructorEndsTheExchange) {
   const auto terms = terms_of(0, 1);
   GradientExchange exchange(std::make_shared<Lost>(), kStarts, kTotal, kBlock);
   exchange.begin({terms, at::empty({shard_of(kTotal, 0, 2, kBlock).size()})});
   EXPECT_THROW(exchange.begin({terms, at::empty({1})}), std::runtime_error);
 }
 
-TEST(GiveUp, ReleasedMemoryReadsAsZeroAlsoInPartialPages) {
+TEST(ReleaseTensorMemory, ReleasedMemoryReadsAsZeroEvenInPartialPages) {
   for (const auto& [size, begin, length] :
        {std::tuple{3'000'000, 0, 3'000'000}, {3'000'000, 777, 2'100'001}, {100, 3, 50}}) {
     const auto whole = runtime::empty_large({size}, at::kFloat);

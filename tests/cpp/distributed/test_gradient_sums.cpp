@@ -24,7 +24,7 @@ at::Tensor sum_of(const std::vector<at::Tensor>& blocks) {
   return sums.take();
 }
 
-TEST(BlockSums, AddsBlocksInTheOrderOfABinaryTree) {
+TEST(BlockSums, GradientBlocksAreAddedInTheOrderOfABinaryTree) {
   std::vector<at::Tensor> b;
   for (int i = 0; i < 7; ++i) b.push_back(block(100, i));
   EXPECT_TRUE(at::equal(sum_of({b[0]}), b[0]));
@@ -32,13 +32,13 @@ TEST(BlockSums, AddsBlocksInTheOrderOfABinaryTree) {
   EXPECT_TRUE(at::equal(sum_of(b), ((b[0] + b[1]) + (b[2] + b[3])) + ((b[4] + b[5]) + b[6])));
 }
 
-TEST(BlockSums, DiffersInBitsFromASequentialSum) {
+TEST(BlockSums, BinaryTreeSumDiffersInRoundingFromASequentialSum) {
   std::vector<at::Tensor> b;
   for (int i = 0; i < 4; ++i) b.push_back(block(1000, i));
   EXPECT_FALSE(at::equal(sum_of(b), ((b[0] + b[1]) + b[2]) + b[3]));
 }
 
-TEST(BlockSums, NeedsOneBufferPerLevelOfTheTree) {
+TEST(BlockSums, SumNeedsOneBufferPerLevelOfTheTree) {
   BlockSums sums;
   int made = 0;
   for (int i = 0; i < 64; ++i) {
@@ -52,7 +52,7 @@ TEST(BlockSums, NeedsOneBufferPerLevelOfTheTree) {
   EXPECT_EQ(sums.count(), 0);
 }
 
-TEST(BlockSums, ClearDiscardsAddedBlocks) {
+TEST(BlockSums, ClearDiscardsTheAddedGradientBlocks) {
   BlockSums sums;
   sums.add(at::ones({3}));
   sums.clear();
@@ -61,7 +61,7 @@ TEST(BlockSums, ClearDiscardsAddedBlocks) {
   EXPECT_THROW(sums.take(), std::runtime_error);
 }
 
-TEST(Shards, ShardsAreWholeBlocksAndCoverAllElements) {
+TEST(Shards, ShardsOfAllRanksCoverEveryElementAndBeginAtBlockBoundaries) {
   for (int size : {1, 2, 3, 4, 7})
     for (std::int64_t total : {1, 16, 17, 100, 1000}) {
       std::int64_t end = 0;
@@ -99,7 +99,7 @@ at::Tensor sum_on_ranks(int size, std::int64_t n, bool in_place) {
   return flats[0];
 }
 
-TEST(ReduceScatter, BitsDoNotDependOnTheNumberOfRanks) {
+TEST(ReduceScatter, SumIsBitIdenticalForAnyNumberOfRanks) {
   for (std::int64_t n : {1, 5, 16, 1000, 4099, 300'007}) {
     const auto one = sum_on_ranks(1, n, false);
     for (int size : {2, 4, 8})
@@ -110,7 +110,7 @@ TEST(ReduceScatter, BitsDoNotDependOnTheNumberOfRanks) {
 }
 
 #ifdef __linux__
-TEST(PeerMemory, ReadsAnotherRanksMemoryAndThrowsPeerLostForABadAddress) {
+TEST(PeerMemory, ReadReturnsMemoryOfAnotherRankAndThrowsPeerLostForAnInvalidAddress) {
   on_ranks(2, [](Communicator& ranks) {
     const auto memory = PeerMemory::open(ranks, "test");
     ASSERT_NE(memory, nullptr);
@@ -135,7 +135,7 @@ class ElsewhereCommunicator final : public MemoryCommunicator {
   }
 };
 
-TEST(PeerMemory, IsUnavailableIfARankIsOnAnotherMachine) {
+TEST(PeerMemory, OpenReturnsNullIfARankIsOnAnotherMachine) {
   Meeting meeting(2);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank)

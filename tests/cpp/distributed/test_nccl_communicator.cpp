@@ -120,7 +120,7 @@ at::Tensor numbers(int rank, at::IntArrayRef shape, at::ScalarType dtype) {
 class NcclResults : public NcclCommunicator, public ::testing::WithParamInterface<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, NcclResults, ::testing::Values(1, 2, 3, 5));
 
-TEST_P(NcclResults, EveryOperationGivesTheExpectedTensors) {
+TEST_P(NcclResults, EveryCollectiveReturnsTheExpectedTensors) {
   const int size = GetParam();
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kLong, at::kByte})
     on_ranks(size, [&](Communicator& ranks) {
@@ -146,7 +146,7 @@ TEST_P(NcclResults, EveryOperationGivesTheExpectedTensors) {
 }
 
 /// The other ranks are those of a program whose communicators greet, and then take a broadcast, as vLLM's do.
-TEST_P(NcclResults, BroadcastAfterAGreetingGivesTheRootsWeights) {
+TEST_P(NcclResults, BroadcastAfterTheHandshakeReturnsTheWeightsOfTheRoot) {
   const int size = GetParam();
   on_ranks(size, [&](Communicator& ranks) {
     nccl_greeting(ranks, "greeting");
@@ -157,13 +157,13 @@ TEST_P(NcclResults, BroadcastAfterAGreetingGivesTheRootsWeights) {
   ends_cleanly(0);
 }
 
-TEST_F(NcclCommunicator, GreetingTimesOutIfAnotherRankSendsNone) {
+TEST_F(NcclCommunicator, HandshakeTimesOutIfAnotherRankDoesNotTakePart) {
   const auto error = rank_0_fails<TimedOut>([](Communicator& ranks) { nccl_greeting(ranks, "greeting"); });
   names(error, 0, "greeting", kShort);
   EXPECT_EQ(session.misuses(), std::vector<std::string>{});
 }
 
-TEST_P(NcclResults, MessageSentAroundARingCollectsEveryRanksTerm) {
+TEST_P(NcclResults, SendAndReceiveAroundARingSumTheTermsOfAllRanks) {
   const int size = GetParam();
   if (size == 1) return;
   on_ranks(size, [&](Communicator& ranks) {
@@ -191,7 +191,7 @@ TEST_F(NcclCommunicator, EmptyTensorsAreNotSent) {
 
 // ---------------------------------------------------------------- sums
 
-TEST_F(NcclCommunicator, SumsAreBitIdenticalInAnyOrderOfArrivingRanks) {
+TEST_F(NcclCommunicator, SumIsBitIdenticalWhicheverRankCallsFirst) {
   std::vector<at::Tensor> flats;
   for (int r = 0; r < 4; ++r) {
     at::manual_seed(static_cast<std::uint64_t>(r));
@@ -261,7 +261,7 @@ TEST_F(NcclCommunicator, EveryOperationTimesOutAtTheDeadline) {
   }
 }
 
-TEST_F(NcclCommunicator, OperationThatNcclNeverBeginsTimesOut) {
+TEST_F(NcclCommunicator, OperationThatNcclNeverStartsTimesOut) {
   session.faults(0).questions_to_begin = kForever;
   const auto error = rank_0_fails<TimedOut>([](Communicator& ranks) { ranks.barrier("sleep"); });
   names(error, 0, "sleep", kShort);
@@ -324,7 +324,7 @@ TEST_F(NcclCommunicator, FailedInitialisationLeavesNoCommunicator) {
   EXPECT_EQ(session.counts().made, 0);
 }
 
-TEST_F(NcclCommunicator, UnansweredFinalizeIsFollowedByAnAbort) {
+TEST_F(NcclCommunicator, FinalizeThatDoesNotCompleteIsFollowedByAnAbort) {
   session.faults(0).questions_to_finalize = kForever;
   on_ranks(2, [](Communicator& ranks) { ranks.barrier("work"); }, 2 * kShort);
   EXPECT_EQ(session.counts().finalized, 2);
@@ -359,7 +359,7 @@ TEST_F(NcclCommunicator, InvalidArgumentsThrowBeforeAnythingIsSent) {
   ends_cleanly(0);
 }
 
-TEST_F(NcclCommunicator, StoreCanBeUsedForOneRendezvousOnly) {
+TEST_F(NcclCommunicator, SecondRendezvousOnTheSameStoreThrows) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   connect_by_nccl(store, 0, 1, at::kCPU, kPlenty);
   EXPECT_THROW(connect_by_nccl(store, 0, 1, at::kCPU, kPlenty), std::invalid_argument);
@@ -386,7 +386,7 @@ TEST_F(NcclCommunicator, ConcurrentCallFromASecondThreadThrows) {
   ends_cleanly(2);
 }
 
-TEST(NcclOfTheCore, RejectsDevicesThatAreNotGpus) {
+TEST(NcclOfTheCore, CommunicatorOfADeviceThatIsNoGpuThrows) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   for (const char* device : {"cpu", "cuda"})
     EXPECT_THROW(nccl_communicator(store, 0, 1, at::Device(device), 1.0), std::invalid_argument) << device;
@@ -413,7 +413,7 @@ class Recording final : public Communicator {
   std::vector<std::string>& calls_;
 };
 
-TEST(CommunicatorByDevice, UsesTheCommunicatorOfTheTensorsDevice) {
+TEST(CommunicatorByDevice, CollectiveUsesTheCommunicatorOfTheDeviceOfTheTensor) {
   std::vector<std::string> calls, wanted;
   const auto ranks =
       communicator_by_device(std::make_shared<Recording>("cpu", calls), std::make_shared<Recording>("device", calls));

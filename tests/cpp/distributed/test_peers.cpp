@@ -35,12 +35,12 @@ void expect_sum(int size, at::IntArrayRef shape) {
   });
 }
 
-TEST(Peers, SumsInRankOrderOnEveryRank) {
+TEST(Peers, AllReduceAddsInRankOrderOnEveryRank) {
   for (const int size : {2, 3, 4})
     for (const std::int64_t rows : {1, 7}) expect_sum(size, {rows, 12});
 }
 
-TEST(Peers, SumsOfLargeTensorsAreBitIdenticalToRankOrderSums) {
+TEST(Peers, AllReduceOfLargeTensorsIsBitIdenticalToASumInRankOrder) {
   expect_sum(4, {1024, 96});  // parts
   expect_sum(3, {1024, 97});  // cannot be cut into three
   expect_sum(2, {1024, 96});

@@ -6,7 +6,7 @@
 
 namespace nemo_rl::generation {
 
-TEST(BlockManager, ExtendAllocatesOnlyMissingBlocks) {
+TEST(BlockManager, ExtendAllocatesOnlyTheMissingKvCacheBlocks) {
   BlockManager blocks(4, 8);
   BlockTable table;
   ASSERT_TRUE(blocks.extend(table, 9));
@@ -18,7 +18,7 @@ TEST(BlockManager, ExtendAllocatesOnlyMissingBlocks) {
   EXPECT_EQ(blocks.num_free(), 2);
 }
 
-TEST(BlockManager, ForkSharesFullBlocksAndCopiesThePartialOne) {
+TEST(BlockManager, ForkSharesFullBlocksAndCopiesThePartialBlock) {
   BlockManager blocks(6, 8);
   BlockTable prompt;
   ASSERT_TRUE(blocks.extend(prompt, 19));  // 8 + 8 + 3
@@ -50,7 +50,7 @@ TEST(BlockManager, ForkOfFullBlocksCopiesNothing) {
   EXPECT_EQ(fork, prompt);
 }
 
-TEST(BlockManager, BlockIsReleasedOnceTheNextTokenDoesNotReadItsLastPosition) {
+TEST(BlockManager, BlockIsReleasedOnceItLiesOutsideTheSlidingWindowOfTheNextToken) {
   for (const std::int64_t window : {1, 2, 3, 8, 9, 20}) {
     BlockManager blocks(16, 8, window);
     BlockTable table;
@@ -70,7 +70,7 @@ TEST(BlockManager, BlockIsReleasedOnceTheNextTokenDoesNotReadItsLastPosition) {
   }
 }
 
-TEST(BlockManager, ForkSharesOnlyTheBlocksThatAreHeld) {
+TEST(BlockManager, ForkSharesOnlyBlocksThatTheSlidingWindowStillReads) {
   BlockManager blocks(6, 8, 5);
   BlockTable prompt;
   ASSERT_TRUE(blocks.extend(prompt, 27));
@@ -86,14 +86,14 @@ TEST(BlockManager, ForkSharesOnlyTheBlocksThatAreHeld) {
   EXPECT_EQ(blocks.num_free(), 6);
 }
 
-TEST(BlockPools, MostBlocksCountThePositionsOfAStepAndThoseItReads) {
+TEST(BlockPools, MaximumNumberOfBlocksCoversTheSlidingWindowAndOneStep) {
   EXPECT_EQ(most_blocks(0, 32, 8192, 512), 256);
   EXPECT_EQ(most_blocks(512, 32, 8192, 1), 17);    // 512 positions, from the last of a block on
   EXPECT_EQ(most_blocks(512, 32, 8192, 512), 33);  // 1,023 positions
   EXPECT_EQ(most_blocks(512, 32, 300, 512), 10) << "all fit in the window";
 }
 
-TEST(BlockPools, ExtendsAllPoolsOrNone) {
+TEST(BlockPools, ExtendAllocatesInAllPoolsOrInNone) {
   BlockPools pools({{4, 0}, {2, 8}}, 8);
   BlockTables tables;
   EXPECT_FALSE(pools.extend(tables, 24));
@@ -107,7 +107,7 @@ TEST(BlockPools, ExtendsAllPoolsOrNone) {
   EXPECT_EQ(pools.num_used(), 0);
 }
 
-TEST(CacheSize, PoolsShareWhatIsLeftBeyondTheLeastBlocks) {
+TEST(CacheSize, MemoryBeyondTheMinimumIsDividedOverThePoolsInProportionToTheirNeeds) {
   const std::vector<PoolNeed> needs = {{{0, 10}, 4, 100}, {{8, 50}, 2, 22}};  // 140 of 2,100 bytes
   EXPECT_EQ(divide_cache(needs, 2100), (std::vector<std::int64_t>{100, 22}));
   EXPECT_EQ(divide_cache(needs, 1120), (std::vector<std::int64_t>{52, 12}));  // half of those beyond

@@ -120,7 +120,7 @@ std::vector<std::int64_t> windows_of(std::uint32_t seed) {
 
 }  // namespace
 
-TEST(Engine, ResponsesInAnyScheduleEqualThoseOfEachRequestAlone) {
+TEST(Engine, ResponsesOfRandomBatchesEqualThoseOfEachRequestGeneratedAlone) {
   std::int64_t preemptions = 0, behind_windows = 0, copies_possible = 0;
   for (std::uint32_t seed = 0; seed < 800; ++seed) {
     Random random(seed);
@@ -155,7 +155,7 @@ TEST(Engine, ResponsesInAnyScheduleEqualThoseOfEachRequestAlone) {
   EXPECT_GT(copies_possible, 100);
 }
 
-TEST(Engine, WeightsChangeAfterTheSameTokensOfEachRequestInAnySchedule) {
+TEST(Engine, WeightUpdateInMidResponseTakesEffectAtTheSameTokenInEverySchedule) {
   std::int64_t paused = 0, kept = 0, preemptions = 0;
   for (std::uint32_t seed = 0; seed < 300; ++seed) {
     Random random(seed);
@@ -190,7 +190,7 @@ TEST(Engine, WeightsChangeAfterTheSameTokensOfEachRequestInAnySchedule) {
   EXPECT_GT(preemptions, 50);
 }
 
-TEST(Engine, NextCallDropsAPausedOneAndAPauseThatKeepsTheCacheNeedsRoomForAll) {
+TEST(Engine, NewGenerateCallDropsAPausedOneAndPausingWithTheKvCacheKeptNeedsRoomForAllRequests) {
   auto runner = std::make_shared<FakeModelRunner>(kVocab, 4);
   Engine engine(runner, config(16, 512, 0, 12), nullptr);
   Request r;
@@ -208,7 +208,7 @@ TEST(Engine, NextCallDropsAPausedOneAndAPauseThatKeepsTheCacheNeedsRoomForAll) {
   EXPECT_FALSE(engine.paused());
 }
 
-TEST(Engine, PromptOfAGroupIsPrefilledOnce) {
+TEST(Engine, SharedPromptOfAGroupIsPrefilledOnce) {
   auto runner = std::make_shared<FakeModelRunner>(kVocab, 4);
   Engine engine(runner, config(16, 512), nullptr);
   Job job;
@@ -233,7 +233,7 @@ TEST(Engine, PromptOfAGroupIsPrefilledOnce) {
   EXPECT_NE(out[0].token_ids, out[1].token_ids);
 }
 
-TEST(Engine, SlotsAreRefilledAsSequencesFinish) {
+TEST(Engine, WaitingRequestsStartAsSoonAsOthersFinish) {
   auto runner = std::make_shared<FakeModelRunner>(kVocab, 8);
   Engine engine(runner, config(4, 512), nullptr);
   Job job;
@@ -278,7 +278,7 @@ TEST(Engine, FinishReasonIsLengthStopTokenOrStopString) {
   EXPECT_TRUE(std::equal(by_string.token_ids.begin(), by_string.token_ids.end(), free_run.token_ids.begin()));
 }
 
-TEST(Engine, PromptThatFillsTheContextYieldsNoToken) {
+TEST(Engine, PromptThatFillsTheContextGetsAnEmptyResponse) {
   auto runner = std::make_shared<FakeModelRunner>(kVocab, 8);
   Engine engine(runner, config(4, 512, 5), nullptr);
   Request first, second;
@@ -291,7 +291,7 @@ TEST(Engine, PromptThatFillsTheContextYieldsNoToken) {
   EXPECT_EQ(out[1].finish_reason, FinishReason::length);
 }
 
-TEST(Engine, CacheIsKeptBetweenCallsAndGrowsWhenNeeded) {
+TEST(Engine, KvCacheIsKeptBetweenCallsAndGrowsForLongerRequests) {
   auto runner = std::make_shared<FakeModelRunner>(kVocab, 8);
   Engine engine(runner, config(4, 512), nullptr);
   Request r;
@@ -307,7 +307,7 @@ TEST(Engine, CacheIsKeptBetweenCallsAndGrowsWhenNeeded) {
   EXPECT_EQ(runner->allocations, 3);
 }
 
-TEST(Engine, LongSequencesBehindAWindowFitACacheThatCouldNotKeepThem) {
+TEST(Engine, SlidingWindowAttentionGeneratesSequencesLongerThanTheKvCache) {
   // 200 tokens are 25 blocks of 8. A step of 4 tokens reads 9 more, which makes 3 blocks, and one for a copy.
   auto runner = std::make_shared<FakeModelRunner>(kVocab, 8, std::vector<std::int64_t>{10});
   Engine engine(runner, config(4, 4, 0, 4), nullptr);
@@ -319,7 +319,7 @@ TEST(Engine, LongSequencesBehindAWindowFitACacheThatCouldNotKeepThem) {
   for (std::size_t i = 0; i < 2; ++i) expect_equal(out[i], alone(*runner, prompt, r, 0, *letters()), i);
 }
 
-TEST(Engine, CacheOfAWindowIsAsLargeAsItsSlotsCanFill) {
+TEST(Engine, KvCacheOfSlidingWindowLayersHasOnlyTheBlocksThatConcurrentSequencesNeed) {
   // without a window 16 sequences of 8,000 + 192 tokens: 256 blocks each and one in reserve; behind a window of 512
   // each has 17 and one in reserve, and one step of 512 tokens 16 more
   auto runner = std::make_shared<FakeModelRunner>(kVocab, 32, std::vector<std::int64_t>{0, 512});

@@ -95,7 +95,7 @@ std::vector<std::vector<float>> runner_logprobs(const std::shared_ptr<model::Dec
 
 class Exactness : public ::testing::TestWithParam<std::tuple<bool, at::ScalarType>> {};
 
-TEST_P(Exactness, RunnerAndTrainerGiveTheSameBits) {
+TEST_P(Exactness, LogprobsOfGenerationAndTrainingAreBitIdentical) {
   const auto [qwen3, dtype] = GetParam();
   const auto model = random_model(qwen3, dtype);
   std::mt19937 random(7);

@@ -51,7 +51,7 @@ std::vector<at::Tensor> decode(generation::NativeModelRunner& runner, std::int64
 
 class RecordedDecode : public ::testing::TestWithParam<std::tuple<bool, at::ScalarType, std::int64_t>> {};
 
-TEST_P(RecordedDecode, ReplayedDecodeStepsAreBitIdenticalToPlainOnes) {
+TEST_P(RecordedDecode, ReplayedCudaGraphsAreBitIdenticalToUncapturedDecodeSteps) {
   const auto [qwen3, dtype, B] = GetParam();
   const auto model = random_model(qwen3, dtype);
   generation::NativeModelRunner plain(model);
@@ -75,7 +75,7 @@ INSTANTIATE_TEST_SUITE_P(Models, RecordedDecode,
                          ::testing::Combine(::testing::Bool(), ::testing::Values(at::kFloat, at::kBFloat16),
                                             ::testing::Values(1, 3, 11, 21)));
 
-TEST(RecordedDecode, StepsWithSeveralTokensPerSequenceAreNotRecorded) {
+TEST(RecordedDecode, StepsWithSeveralTokensPerSequenceAreNotCaptured) {
   const auto model = random_model(true, at::kFloat);
   generation::RecorderLog log;
   generation::NativeModelRunner runner(model, fake_recorder(log));
@@ -84,7 +84,7 @@ TEST(RecordedDecode, StepsWithSeveralTokensPerSequenceAreNotRecorded) {
   EXPECT_TRUE(log.events.empty());
 }
 
-TEST(RecordedDecode, ReplayRejectsTokensAndBlocksOutOfRange) {
+TEST(RecordedDecode, ReplayThrowsForTokensAndKvCacheBlocksOutOfRange) {
   const auto model = random_model(true, at::kFloat);
   generation::RecorderLog log;
   generation::NativeModelRunner runner(model, fake_recorder(log));

@@ -28,21 +28,21 @@ struct Steps {
   }
 };
 
-TEST(RecordedRows, RowCountsArePaddedToFewSizes) {
+TEST(RecordedRows, BatchSizesArePaddedToAFewGraphSizes) {
   const std::vector<std::pair<std::int64_t, std::int64_t>> expected = {
       {1, 1},     {2, 2},     {3, 4},     {4, 4},     {5, 8},     {8, 8},    {9, 16},
       {249, 256}, {256, 256}, {257, 272}, {512, 512}, {513, 513}, {700, 700}};
   for (const auto& [rows, padded] : expected) EXPECT_EQ(recorded_rows(rows), padded) << rows;
 }
 
-TEST(RecordedSteps, SecondStepOfASizeIsRecordedAndLaterOnesAreReplayed) {
+TEST(RecordedSteps, SecondStepOfABatchSizeIsCapturedAndLaterStepsAreReplayed) {
   Steps s;
   for (const std::int64_t rows : {8, 4, 8, 8, 4}) s.run(rows);
   EXPECT_EQ(s.log.events, (Events{"work 8", "work 4", "record 8", "replay 8", "work 8", "replay 8", "work 8",
                                   "record 4", "replay 4", "work 4"}));
 }
 
-TEST(RecordedSteps, EveryStepRunsUnrecordedWithoutARecorder) {
+TEST(RecordedSteps, StepsRunUncapturedWithoutGraphSupport) {
   RecordedSteps steps{RecordedSteps::Recorder()};
   int runs = 0;
   for (int i = 0; i < 3; ++i)
@@ -50,13 +50,13 @@ TEST(RecordedSteps, EveryStepRunsUnrecordedWithoutARecorder) {
   EXPECT_EQ(runs, 3);
 }
 
-TEST(RecordedSteps, StepsOfMoreThan512RowsAreNotRecorded) {
+TEST(RecordedSteps, StepsOfMoreThan512RowsAreNotCaptured) {
   Steps s;
   for (int i = 0; i < 3; ++i) s.run(513);
   EXPECT_EQ(s.log.events, (Events{"work 513", "work 513", "work 513"}));
 }
 
-TEST(RecordedSteps, MovedMemoryDropsEveryRecording) {
+TEST(RecordedSteps, ReallocatedBuffersDropEveryCapturedGraph) {
   Steps s;
   s.run(8), s.run(8);
   s.places = {s.memory + 1};
@@ -67,7 +67,7 @@ TEST(RecordedSteps, MovedMemoryDropsEveryRecording) {
   EXPECT_EQ(s.log.count("record 8"), 1);
 }
 
-TEST(RecordedSteps, BuffersAllocatedByAStepDropOtherRecordings) {
+TEST(RecordedSteps, BuffersAllocatedDuringAStepDropGraphsOfOtherBatchSizes) {
   Steps s;
   s.run(8), s.run(8);
   s.log.events.clear();
@@ -78,7 +78,7 @@ TEST(RecordedSteps, BuffersAllocatedByAStepDropOtherRecordings) {
   EXPECT_EQ(s.log.events, (Events{"work 8", "record 16", "replay 16", "work 16"}));
 }
 
-TEST(RecordedSteps, FailedStepDoesNotCountAsTheFirstOfItsSize) {
+TEST(RecordedSteps, FailedStepDoesNotCountAsTheFirstStepOfItsBatchSize) {
   Steps s;
   EXPECT_THROW(s.run(8, [] { throw std::runtime_error("out of memory"); }), std::runtime_error);
   s.log.events.clear();

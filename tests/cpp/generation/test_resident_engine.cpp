@@ -60,7 +60,7 @@ struct SmallCache {
 
 class ResidentEngineCaches : public ::testing::TestWithParam<SmallCache> {};
 
-TEST_P(ResidentEngineCaches, RequestsThatJoinAndLeaveGetTheSameTokensAsAlone) {
+TEST_P(ResidentEngineCaches, RequestsAddedAndCancelledInMidGenerationDoNotChangeOtherResponses) {
   const auto& [windows, blocks] = GetParam();
   ResidentEngine engine(std::make_shared<FakeModelRunner>(kVocab, kBlock, windows),
                         ResidentConfig{{6, 5}, kLongest, blocks * 1024}, nullptr);
@@ -98,7 +98,7 @@ TEST_P(ResidentEngineCaches, RequestsThatJoinAndLeaveGetTheSameTokensAsAlone) {
 INSTANTIATE_TEST_SUITE_P(Windows, ResidentEngineCaches,
                          ::testing::Values(SmallCache{{0}, 14}, SmallCache{{0, 6}, 20}, SmallCache{{6}, 8}));
 
-TEST(ResidentEngine, CancelFreesTheBlocksOfOneSampleOnly) {
+TEST(ResidentEngine, CancellingASampleFreesOnlyItsKvCacheBlocks) {
   ResidentEngine engine(std::make_shared<FakeModelRunner>(kVocab, kBlock), ResidentConfig{{8, 512}, kLongest}, nullptr);
   SamplingParams params;
   params.max_new_tokens = 20;
@@ -115,7 +115,7 @@ TEST(ResidentEngine, CancelFreesTheBlocksOfOneSampleOnly) {
   EXPECT_NE(answers.at(first).tokens, answers.at(first + 2).tokens);
 }
 
-TEST(ResidentEngine, RejectsInvalidRequestsAndIsUsableAfterAModelFailure) {
+TEST(ResidentEngine, InvalidRequestsThrowAndTheEngineIsUsableAfterAModelFailure) {
   const auto runner = std::make_shared<FakeModelRunner>(kVocab, kBlock);
   ResidentEngine engine(runner, ResidentConfig{{4, 512}, kLongest}, nullptr);
   EXPECT_THROW(engine.submit({}, params_of(1), {key_of(1)}), std::invalid_argument);

@@ -54,7 +54,7 @@ struct Bench {
 
 }  // namespace
 
-TEST(Scheduler, LongPromptIsPrefilledInChunksBesideDecoding) {
+TEST(Scheduler, LongPromptIsPrefilledInChunksWhileOtherSequencesDecode) {
   Bench bench({4, 10}, 100, 4);
   bench.add(3, 1, 20);
   bench.step();  // the short prompt, in full, and nothing else is there yet
@@ -68,7 +68,7 @@ TEST(Scheduler, LongPromptIsPrefilledInChunksBesideDecoding) {
   EXPECT_EQ(bench.step().decode_tokens, 2);
 }
 
-TEST(Scheduler, LastSampleOfAGroupTakesOverThePromptsBlocks) {
+TEST(Scheduler, LastSampleOfAGroupReusesThePromptBlocksWithoutACopy) {
   Bench bench({4, 10}, 100, 4);
   PromptGroup* group = bench.add(6, 3, 3);
   bench.step();
@@ -79,7 +79,7 @@ TEST(Scheduler, LastSampleOfAGroupTakesOverThePromptsBlocks) {
   EXPECT_EQ(bench.scheduler.blocks().num_used(), 4);
 }
 
-TEST(Scheduler, SamplesBeyondTheSlotsWaitWithTheirFirstToken) {
+TEST(Scheduler, SamplesBeyondTheMaximumOfConcurrentSequencesWaitWithTheirFirstToken) {
   Bench bench({2, 10}, 100, 4);
   PromptGroup* group = bench.add(6, 5, 3);
   bench.step();
@@ -110,7 +110,7 @@ TEST(Scheduler, OldestSequenceIsNeverPreempted) {
   for (const auto& s : bench.sequences) EXPECT_EQ(s->generated.size(), 12u);
 }
 
-TEST(Scheduler, BlocksBehindAWindowAreReleasedWhileTheSequenceGrows) {
+TEST(Scheduler, BlocksOutsideTheSlidingWindowAreReleasedDuringGeneration) {
   // 100 tokens in blocks of 4: 25 in the pool without a window; with a window of 6 and chunks of 8, which reach 5
   // tokens back, at most 1 + ceil(12 / 4) = 4 blocks
   Bench bench({1, 8}, std::vector<BlockPools::Size>{{25, 0}, {4, 6}}, 4);
@@ -126,7 +126,7 @@ TEST(Scheduler, BlocksBehindAWindowAreReleasedWhileTheSequenceGrows) {
   EXPECT_EQ(bench.scheduler.preemptions(), 0);
 }
 
-TEST(Scheduler, ResponsesHoldWhatTheyReadOfASharedPromptAfterItIsGone) {
+TEST(Scheduler, ResponsesKeepTheBlocksOfASharedPromptThatTheirSlidingWindowReads) {
   Bench bench({4, 100}, std::vector<BlockPools::Size>{{40, 0}, {40, 6}}, 4);
   const PromptGroup* group = bench.add(18, 3, 30);
   bench.step();  // positions 13.. are read by position 18: blocks 3 and 4
@@ -177,7 +177,7 @@ TEST(Scheduler, EachSequenceContinuesFromItsOwnRecurrentState) {
   for (const auto& s : bench.sequences) EXPECT_EQ(s->generated.size(), 12u);
 }
 
-TEST(Scheduler, RejectsRequestsAndSettingsThatCanNeverRun) {
+TEST(Scheduler, RequestsAndSettingsThatCanNeverRunThrow) {
   Bench bench({2, 8}, 4, 4);
   EXPECT_THROW(bench.add(10, 1, 12), std::invalid_argument);
   EXPECT_THROW(Scheduler({0, 8}, {{4}}, 4), std::invalid_argument);

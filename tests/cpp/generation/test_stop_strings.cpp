@@ -7,14 +7,14 @@
 
 namespace nemo_rl::generation {
 
-TEST(StopStrings, FoundInsideOneToken) {
+TEST(StopStrings, StopStringInsideOneTokenIsFound) {
   const StopStrings stops({"END"});
   std::string tail;
   EXPECT_FALSE(stops.append(tail, "abc"));
   EXPECT_TRUE(stops.append(tail, "xxENDyy"));
 }
 
-TEST(StopStrings, FoundAcrossManyTokens) {
+TEST(StopStrings, StopStringAcrossSeveralTokensIsFound) {
   const StopStrings stops({"</answer>", "\n\n"});
   std::string tail;
   for (const char* token : {"4", "2", "</", "an", "s", "wer"}) EXPECT_FALSE(stops.append(tail, token)) << token;
@@ -25,7 +25,7 @@ TEST(StopStrings, FoundAcrossManyTokens) {
   EXPECT_TRUE(stops.append(tail, "\n"));
 }
 
-TEST(StopStrings, FoundIfTwoTokensShareACharacter) {
+TEST(StopStrings, StopStringIsFoundIfOneOfItsCharactersIsSplitOverTwoTokens) {
   const StopStrings stops({"\xE2\x82\xAC"});  // the euro sign
   std::string tail;
   EXPECT_FALSE(stops.append(tail, "5 \xE2\x82"));
@@ -35,7 +35,7 @@ TEST(StopStrings, FoundIfTwoTokensShareACharacter) {
 TEST(StopStrings, EmptyStopStringThrows) { EXPECT_THROW(StopStrings({"a", ""}), std::invalid_argument); }
 
 // Random texts over two letters, cut into random tokens: found at the first token after which the whole text holds one.
-TEST(StopStrings, IncrementalSearchAgreesWithSearchingTheWholeText) {
+TEST(StopStrings, IncrementalSearchFindsTheSamePositionsAsASearchOfTheWholeText) {
   std::uint32_t counter = 0;
   const auto random = [&](std::uint32_t n) { return random_bits({1, RandomStream::init, 0, 0, counter++})[0] % n; };
   for (int round = 0; round < 2000; ++round) {

@@ -16,7 +16,7 @@ const char* chosen(unsigned features) {
                                     features);
 }
 
-TEST(KernelVariants, BestVariantWithAllItsCpuFeaturesIsChosen) {
+TEST(KernelVariants, BestVariantWhoseCpuFeaturesAreAllAvailableIsChosen) {
   EXPECT_STREQ(chosen(0), "base");
   EXPECT_STREQ(chosen(kAvx2), "avx2");
   EXPECT_STREQ(chosen(kAvx2 | kAvx512), "avx512");
@@ -33,7 +33,7 @@ TEST(KernelVariants, VariantIsNotChosenIfOneOfItsFeaturesIsMissing) {
   EXPECT_STREQ(chosen(kSoftwareTiles), "base");
 }
 
-TEST(KernelVariants, SoftwareTilesUseTheBestAvailableVectorInstructions) {
+TEST(KernelVariants, SoftwareEmulationOfAmxUsesTheBestAvailableVectorInstructions) {
   const auto of = [](unsigned features) {
     return select_variant<const char>(
         {{needs::software_tiles_avx512, "AVX-512"}, {needs::software_tiles, "AVX2"}, {needs::base, "base"}}, features);
@@ -42,12 +42,12 @@ TEST(KernelVariants, SoftwareTilesUseTheBestAvailableVectorInstructions) {
   EXPECT_STREQ(of(kAvx2 | kSoftwareTiles), "AVX2");
 }
 
-TEST(KernelVariants, BestListedVariantIsChosenIfAKernelLacksSome) {
+TEST(KernelVariants, BestImplementedVariantIsChosenForAKernelThatLacksSomeVariants) {
   EXPECT_STREQ(select_variant<const char>({{needs::avx512, "avx512"}, {needs::base, "base"}}, needs::amx), "avx512");
   EXPECT_STREQ(select_variant<const char>({{needs::avx512, "avx512"}, {needs::base, "base"}}, needs::avx2), "base");
 }
 
-TEST(KernelVariants, VariantOfThisProcessNeedsOnlyAvailableCpuFeatures) {
+TEST(KernelVariants, VariantUsedByThisProcessNeedsOnlyAvailableCpuFeatures) {
   const unsigned features = cpu_features();
   EXPECT_FALSE((features & kAvx512) != 0 && (features & kAvx2) == 0);
   EXPECT_STREQ(chosen(features), cpu_capability_name());

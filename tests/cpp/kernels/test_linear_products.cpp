@@ -83,13 +83,13 @@ void check_backward(GemmPack<T>* pack, Gemm<T, O>* gemm, double tolerance) {
 
 }  // namespace
 
-TEST(LinearProducts, ForwardMatchesTheReferenceAndRowsAreIndependent) {
+TEST(LinearProducts, ForwardMatchesADoubleReferenceAndEachRowIsIndependentOfTheBatchSize) {
   check_forward<float, float>(linear_pack_f32, linear_forward_f32, 1e-4);
   check_forward<double, double>(linear_pack_f64, linear_forward_f64, 1e-12);
   check_forward<bfloat16, float>(linear_pack_bf16, linear_forward_bf16_f32, 1e-4);
 }
 
-TEST(LinearProducts, BackwardMatchesTheReference) {
+TEST(LinearProducts, GemmOfTheBackwardPassMatchesADoubleReference) {
   check_backward<float, float>(gemm_pack_f32, gemm_f32, 1e-3);
   check_backward<double, double>(gemm_pack_f64, gemm_f64, 1e-11);
   check_backward<bfloat16, float>(gemm_pack_bf16, gemm_bf16_f32, 1e-3);

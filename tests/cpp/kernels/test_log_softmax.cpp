@@ -44,7 +44,7 @@ Reference reference(const std::vector<float>& x, double temperature) {
 
 }  // namespace
 
-TEST(VecMath, ExpIsWithinTwoUlp) {
+TEST(VecMath, VectorExpIsWithinTwoUlpOfTheExactValue) {
   namespace vec = vec_under_test;
   double worst = 0;
   for (double start = -87.33; start < 88.72; start += 0.0007) {
@@ -62,7 +62,7 @@ TEST(VecMath, ExpIsWithinTwoUlp) {
   EXPECT_LE(worst, 2.0);
 }
 
-TEST(VecMath, ExpOfZeroInfinityNanAndOutOfRangeInputs) {
+TEST(VecMath, VectorExpHandlesZeroInfinityNanAndOutOfRangeInputs) {
   namespace vec = vec_under_test;
   const float nan = std::numeric_limits<float>::quiet_NaN();
   const float in[16] = {0.0f,    -0.0f,   kInf, -kInf, nan,     88.8f, 1e30f, -1e30f,
@@ -84,7 +84,7 @@ TEST(VecMath, ExpOfZeroInfinityNanAndOutOfRangeInputs) {
   EXPECT_GT(out[12], 0.0f);
 }
 
-TEST(LogSoftmax, EqualsTheReferenceForEveryTailLength) {
+TEST(LogSoftmax, LogSumMatchesAReferenceForEveryRemainderOfTheVectorLength) {
   for (std::int64_t V : {1, 2, 15, 16, 17, 63, 64, 65, 127, 2047, 2048, 2049, 4096, 5000, 49152}) {
     for (float temperature : {1.0f, 0.7f, 3.0f}) {
       const auto x = random_logits(V, 1, 20);
@@ -100,7 +100,7 @@ TEST(LogSoftmax, EqualsTheReferenceForEveryTailLength) {
   }
 }
 
-TEST(LogSoftmax, ComputingTheEntropyDoesNotChangeMaxAndLogSum) {
+TEST(LogSoftmax, ComputingTheEntropyDoesNotChangeTheMaximumAndTheLogSum) {
   const auto x = random_logits(7777, 2, 10);
   const auto with = log_sum_exp_row(x.data(), 7777, 0.9f, true), without = log_sum_exp_row(x.data(), 7777, 0.9f, false);
   EXPECT_EQ(with.max, without.max);
@@ -108,7 +108,7 @@ TEST(LogSoftmax, ComputingTheEntropyDoesNotChangeMaxAndLogSum) {
   EXPECT_EQ(without.entropy, 0.0f);
 }
 
-TEST(LogSoftmax, CombinedBlockSumsAreBitIdenticalToTheRow) {
+TEST(LogSoftmax, CombinedSumsOfVocabularyBlocksAreBitIdenticalToTheSumOfTheWholeRow) {
   const std::int64_t V = 3 * kVocabBlock + 100;
   const auto x = random_logits(V, 3, 10);
   std::vector<VocabBlockSum> blocks;
@@ -122,7 +122,7 @@ TEST(LogSoftmax, CombinedBlockSumsAreBitIdenticalToTheRow) {
   EXPECT_EQ(parts.entropy, whole.entropy);
 }
 
-TEST(LogSoftmax, CertainTokenHasLogprobZero) {
+TEST(LogSoftmax, TokenWithProbabilityOneHasLogprobZero) {
   std::vector<float> x(5000, -kInf);
   x[4321] = 7.0f;
   const auto row = log_sum_exp_row(x.data(), 5000, 1.0f, true);
@@ -158,7 +158,7 @@ TEST(LogSoftmax, SoftmaxSumsToOneAndMatchesTokenLogprob) {
   EXPECT_NEAR(sum, 1.0, 1e-6);
 }
 
-TEST(LogSoftmax, Float64VariantAgrees) {
+TEST(LogSoftmax, Float64VariantAgreesWithFloat32) {
   const auto x = random_logits(3000, 6, 10);
   const std::vector<double> wide(x.begin(), x.end());
   const auto row = log_sum_exp_row_f64(wide.data(), 3000, 0.6, true);
@@ -169,7 +169,7 @@ TEST(LogSoftmax, Float64VariantAgrees) {
 }
 
 #if defined(__x86_64__)
-TEST(LogSoftmax, EveryCpuCapabilityGivesIdenticalBits) {
+TEST(LogSoftmax, KernelsOfEveryCpuCapabilityAreBitIdentical) {
   const auto x = random_logits(10007, 7, 12);
   const auto expected = base::log_sum_exp_row(x.data(), 10007, 0.9f, true);
   const auto check = [&](LogSumExpRowFn* fn) {

@@ -30,7 +30,7 @@ TEST(ElementwiseMath, ExpIsAccurateAndExactAtZeroAndInfinity) {
   EXPECT_EQ(exp_of(-746.0), 0.0);
 }
 
-TEST(ElementwiseMath, SmallLogprobGapsLoseNoPrecision) {
+TEST(ElementwiseMath, KlTermsOfNearlyEqualLogprobsKeepFullPrecision) {
   for (const float r : {1e-6f, -1e-4f, 1e-3f, 0.01f, -0.3f, 0.49f, 0.51f, 3.0f}) {
     const double exact = std::fabs(r) < 1e-2
                              ? r * static_cast<double>(r) / 2 * (1 + r / 3.0 * (1 + r / 4.0 * (1 + r / 5.0)))
@@ -57,7 +57,7 @@ TEST(ClippedTerm, OverflowingClippedRatioHasNoGradient) {
   EXPECT_EQ(dual.grad, 0.0);
 }
 
-TEST(NamedTerms, OverflowingRatioHasNoGradientUnderSapoAndDppo) {
+TEST(PolicyLossTerms, OverflowingRatioHasNoGradientInSapoAndDppo) {
   ClippedPGConfig config;
   config.ratio_mode = RatioMode::sapo;
   const RowWeights<double> row = {1.0, 1.0};
@@ -70,7 +70,7 @@ TEST(NamedTerms, OverflowingRatioHasNoGradientUnderSapoAndDppo) {
   EXPECT_EQ(masked.grad, 0.0);
 }
 
-TEST(MismatchTerm, SeriesForSmallGapsMatchTheExactFormulas) {
+TEST(MismatchTerm, SeriesExpansionForSmallLogprobGapsMatchesTheExactFormulas) {
   for (const float d : {1e-6f, 1e-4f, -3e-3f, 0.02f, -0.2f, 0.37f, -0.4999f, 0.4999f}) {
     const MismatchTerm<float> near = near_mismatch_term(KlEstimator::k3, d, 0.0f);
     const MismatchTerm<double> exact = mismatch_term(KlEstimator::k3, static_cast<double>(d), 0.0);
@@ -88,7 +88,7 @@ TEST(MismatchTerm, SeriesForSmallGapsMatchTheExactFormulas) {
   EXPECT_EQ(equal.gen_kl + equal.policy_kl + equal.js, 0.0f);
 }
 
-TEST(GaeScan, AnyGroupingGivesTheSequentialAdvantages) {
+TEST(GaeScan, ParallelScanWithAnyGroupingMatchesSequentialGae) {
   std::mt19937 rng(0);
   std::normal_distribution<double> normal;
   std::uniform_real_distribution<double> uniform;
@@ -125,7 +125,7 @@ TEST(GaeScan, AnyGroupingGivesTheSequentialAdvantages) {
   }
 }
 
-TEST(Moments, MergedMomentsEqualTheMomentsOfAllValues) {
+TEST(MeanAndVariance, MergedMomentsEqualTheMomentsOfAllValues) {
   const Moments a{2, 1.5, 0.5}, b{3, 4.0, 2.0};  // (1, 2) and (3, 4, 5)
   const Moments m = merge_moments(a, b);
   EXPECT_EQ(m.count, 5);

@@ -109,7 +109,7 @@ double dot(const std::vector<double>& x, const std::vector<double>& y) {
   return sum;
 }
 
-TEST(Recurrence, Mamba2EqualsAPlainLoop) {
+TEST(Recurrence, Mamba2OutputMatchesAPlainLoop) {
   for (const std::int64_t value_dim : {16, 80}) {
     const Inputs<double> in(shape_of(32, value_dim));
     const auto expected = plain(in), ours = result(in, kTokens);
@@ -119,7 +119,7 @@ TEST(Recurrence, Mamba2EqualsAPlainLoop) {
   }
 }
 
-TEST(Recurrence, Mamba2HasTheSameBitsForAnyPieces) {
+TEST(Recurrence, Mamba2OutputIsBitIdenticalForAnyChunkLength) {
   for (const std::int64_t value_dim : {16, 64, 80}) {
     const Inputs<float> in(shape_of(128, value_dim));
     const auto whole = result(in, kTokens);
@@ -127,7 +127,7 @@ TEST(Recurrence, Mamba2HasTheSameBitsForAnyPieces) {
   }
 }
 
-TEST(Recurrence, Mamba2GradientsEqualDifferences) {
+TEST(Recurrence, Mamba2GradientsMatchFiniteDifferences) {
   const auto s = shape_of(32, 80);
   Inputs<double> in(s);
   const auto d_out = drawn<double>(kTokens * s.value_size(), 6);

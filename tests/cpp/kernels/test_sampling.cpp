@@ -34,7 +34,7 @@ const std::vector<SamplingRule> kRules = {{1, 1, 0, false},  {0.6f, 1, 0, false}
 
 }  // namespace
 
-TEST(Sampling, KeptTokensComeInVocabularyOrderWithTheirLogits) {
+TEST(Sampling, TopKReturnsTheLargestLogitsInVocabularyOrder) {
   const auto x = row_of(3000, 1);
   Scratch scratch(3000);
   const std::int64_t n = filter_row(x.data(), 3000, {1, 1, 40, false}, scratch.view());
@@ -48,7 +48,7 @@ TEST(Sampling, KeptTokensComeInVocabularyOrderWithTheirLogits) {
   }
 }
 
-TEST(Sampling, UniformWalksThroughTheVocabularyInOrder) {
+TEST(Sampling, SampledTokenIdGrowsWithTheUniformRandomNumber) {
   const auto x = row_of(5000, 2);
   Scratch scratch(5000);
   for (const auto& rule : kRules) {
@@ -63,7 +63,7 @@ TEST(Sampling, UniformWalksThroughTheVocabularyInOrder) {
   }
 }
 
-TEST(Sampling, ScoreOfTheSampledTokenHasTheSameBits) {
+TEST(Sampling, LogprobsOfSamplingAndScoringAreBitIdentical) {
   Scratch scratch(49152);
   for (std::uint32_t seed = 0; seed < 20; ++seed) {
     const std::int64_t V = seed % 2 ? 49152 : 777;
@@ -81,7 +81,7 @@ TEST(Sampling, ScoreOfTheSampledTokenHasTheSameBits) {
 }
 
 #if defined(__x86_64__)
-TEST(Sampling, EveryCapabilityGivesTheSameBits) {
+TEST(Sampling, KernelsOfEveryCpuCapabilityAreBitIdentical) {
   const std::int64_t V = 10007;
   const auto x = row_of(V, 3);
   Scratch scratch(V);

@@ -224,7 +224,7 @@ const HeadShape kShapes[] = {{3, 1, 64}, {6, 3, 32},  {8, 2, 96}, {4, 2, 24},
 
 }  // namespace
 
-TEST(TileAttention, HasTheBitsOfTheRules) {
+TEST(TileAttention, ForwardIsBitIdenticalToAScalarReference) {
   for (const auto& with : kernels_of_this_machine())
     for (const auto& [N, K, H] : kShapes) {
       // the last two share the first 37 rows of the one before them
@@ -238,7 +238,7 @@ TEST(TileAttention, HasTheBitsOfTheRules) {
     }
 }
 
-TEST(TileAttention, AnyNumberOfRowsAndAnyChunksGiveTheSameBits) {
+TEST(TileAttention, ForwardIsBitIdenticalForAnySequenceLengthAndPrefillChunk) {
   for (const auto& with : kernels_of_this_machine()) {
     const Batch whole(3, 1, 16, {{0, 300}}, 12);
     const Outputs all = forward(with, whole, 1 << 20);
@@ -255,7 +255,7 @@ TEST(TileAttention, AnyNumberOfRowsAndAnyChunksGiveTheSameBits) {
   }
 }
 
-TEST(TileAttention, TheCacheGivesTheBitsOfThePackedForward) {
+TEST(TileAttention, PagedAttentionIsBitIdenticalToPackedAttention) {
   for (const auto& with : kernels_of_this_machine())
     for (const auto& [N, K, H] : kShapes) {
       const Batch b(N, K, H, {{0, 45}, {45, 1}, {46, 64}, {110, 34}}, 13);
@@ -265,7 +265,7 @@ TEST(TileAttention, TheCacheGivesTheBitsOfThePackedForward) {
     }
 }
 
-TEST(TileAttention, WhatARowDoesNotSeeDoesNotMatter) {
+TEST(TileAttention, NanAndInfinityInLaterTokensDoNotChangeEarlierRows) {
   for (const auto& with : kernels_of_this_machine())
     for (const float poison : {NAN, INFINITY})
       for (const std::int64_t cut : {1, 13, 32, 40}) {
@@ -414,7 +414,7 @@ struct Backward {
 
 }  // namespace
 
-TEST(TileAttention, TheBackwardHasTheBitsOfTheRules) {
+TEST(TileAttention, GradientsAreBitIdenticalToAScalarReference) {
   for (const auto& with : kernels_of_this_machine())
     for (const auto& [N, K, H] : {HeadShape{3, 1, 64}, {4, 2, 24}, {20, 1, 16}, {1, 1, 8}})
       for (const bool split : {false, true}) {

@@ -99,7 +99,7 @@ void in_chunks(const TileKernels& with, std::int64_t M, std::int64_t K, std::int
 
 }  // namespace
 
-TEST(TileProducts, ManyRowsHaveTheSameBits) {
+TEST(TileProducts, KernelForManyRowsIsBitIdenticalToTheKernelForFewRows) {
   struct Shape {
     std::int64_t M, N, K;
   };
@@ -128,7 +128,7 @@ TEST(TileProducts, ManyRowsHaveTheSameBits) {
     }
 }
 
-TEST(TileProducts, TheGatedProductOfManyRowsHasTheSameBits) {
+TEST(TileProducts, SwigluKernelForManyRowsIsBitIdenticalToTheKernelForFewRows) {
   constexpr std::int64_t M = 290, I = 61, K = 72, kHalf = kSwigluTileN / 2;
   const auto x = drawn(M * K, Values::normal, 11), w = drawn(2 * I * K, Values::normal, 12);
   const auto strips = (2 * I + kSwigluTileN - 1) / kSwigluTileN;
@@ -155,7 +155,7 @@ TEST(TileProducts, TheGatedProductOfManyRowsHasTheSameBits) {
   }
 }
 
-TEST(TileProducts, HaveTheBitsOfTheRules) {
+TEST(TileProducts, MatrixProductIsBitIdenticalToAScalarReference) {
   struct Shape {
     std::int64_t M, N, K;
   };
@@ -177,7 +177,7 @@ TEST(TileProducts, HaveTheBitsOfTheRules) {
       }
 }
 
-TEST(TileProducts, RowsDoNotDependOnTheirNumber) {
+TEST(TileProducts, EachRowOfAProductIsBitIdenticalForAnyNumberOfRows) {
   constexpr std::int64_t kMost = 300, N = 53, K = 104;
   const auto x = drawn(kMost * K, Values::spread, 3), w = drawn(N * K, Values::spread, 4);
   for (const auto& with : kernels_of_this_machine()) {
@@ -190,7 +190,7 @@ TEST(TileProducts, RowsDoNotDependOnTheirNumber) {
   }
 }
 
-TEST(TileProducts, TheGatedProductHasTheSameSums) {
+TEST(TileProducts, SwigluKernelRoundsTheSumsOfTheMatrixProduct) {
   constexpr std::int64_t M = 37, I = 61, K = 72;
   const auto x = drawn(M * K, Values::normal, 5), w = drawn(2 * I * K, Values::normal, 6);
   for (const auto& with : kernels_of_this_machine()) {
@@ -242,7 +242,7 @@ std::vector<bfloat16> weights_with_patches(std::int64_t count, unsigned seed) {
 
 }  // namespace
 
-TEST(TileProducts, WeightsInTwelveBitsHaveTheBitsOfTheRules) {
+TEST(TileProducts, ProductWithWeightsPackedIn12BitsIsBitIdenticalToAScalarReference) {
   for (const auto& with : kernels_of_this_machine())
     for (std::int64_t M = 1; M <= with.packed_rows(); ++M)
       for (const std::int64_t K : {8, 32, 72, 576})
@@ -260,7 +260,7 @@ TEST(TileProducts, WeightsInTwelveBitsHaveTheBitsOfTheRules) {
         }
 }
 
-TEST(TileProducts, TheGatedProductOfTwelveBitsHasTheSameBits) {
+TEST(TileProducts, SwigluWithWeightsPackedIn12BitsIsBitIdenticalToSwigluWithBfloat16Weights) {
   constexpr std::int64_t I = 96, K = 104;
   const auto w = weights_with_patches(2 * I * K, 15);
   for (const auto& with : kernels_of_this_machine())
@@ -280,7 +280,7 @@ TEST(TileProducts, TheGatedProductOfTwelveBitsHasTheSameBits) {
 }
 #endif
 
-TEST(TileProducts, BackwardProductsHaveTheBitsOfTheRules) {
+TEST(TileProducts, GemmOfTheBackwardPassIsBitIdenticalToAScalarReference) {
   struct Shape {
     std::int64_t M, N, K;
   };

@@ -95,7 +95,7 @@ std::vector<FewRows> few_rows_kernels() {
 
 }  // namespace
 
-TEST(WeightBlocks, TilesKeepTheBlocksOfAFile) {
+TEST(WeightBlocks, QuantisedBlocksStoredInTilesAreReadBackUnchanged) {
   for (const auto format : kFormats) {
     const auto rows = drawn_blocks(format), tiles = tiles_of(format, rows);
     std::vector<std::byte> read(rows.size());
@@ -104,7 +104,7 @@ TEST(WeightBlocks, TilesKeepTheBlocksOfAFile) {
   }
 }
 
-TEST(WeightBlocks, UnpackedWeightsAreScaleTimesCode) {
+TEST(WeightBlocks, DequantisedWeightsAreScaleTimesCode) {
   for (const auto format : kFormats) {
     const auto rows = drawn_blocks(format), tiles = tiles_of(format, rows);
     for (const std::int64_t first : {0, 3, 16}) {
@@ -123,7 +123,7 @@ TEST(WeightBlocks, UnpackedWeightsAreScaleTimesCode) {
   }
 }
 
-TEST(WeightBlocks, ProductsOfFewRowsHaveTheBitsOfThoseWithUnpackedWeights) {
+TEST(WeightBlocks, ProductsOfFewRowsAreBitIdenticalWithQuantisedAndDequantisedWeights) {
   for (const auto& with : few_rows_kernels())
     for (const auto format : kFormats) {
       const auto rows = drawn_blocks(format), tiles = tiles_of(format, rows);

@@ -97,7 +97,7 @@ TEST_P(ExpertsWithoutGates, ResultsAndGradientsMatchAten) {
       expect_close(grads.*tensor.field, (p.*tensor.field).grad(), 1e-11, tensor.parts[0].name.c_str());
 }
 
-TEST_P(ExpertsWithoutGates, ResultOfATokenDoesNotDependOnOtherTokens) {
+TEST_P(ExpertsWithoutGates, OutputOfATokenDoesNotDependOnOtherTokens) {
   const auto c = config_without_gates(GetParam());
   for (const auto type : {at::kFloat, at::kBFloat16}) {
     const auto p = tensors_of(c, type);

@@ -25,7 +25,7 @@ std::vector<Node> add(KeptActivations& kept, Node parent, const std::vector<std:
   return nodes;
 }
 
-TEST(KeptActivations, SequencesShareTheNodesOfTheirCommonPrefix) {
+TEST(KeptActivations, SequencesShareTheStoredActivationsOfTheirCommonPrefix) {
   auto kept = small(10);
   const auto first = add(kept, kRoot, {7, 8, 9});
   EXPECT_EQ(kept.tokens(), 3);
@@ -42,7 +42,7 @@ TEST(KeptActivations, SequencesShareTheNodesOfTheirCommonPrefix) {
   EXPECT_EQ(kept.add(kNone, 7).node, kNone) << "a token behind one that is not kept";
 }
 
-TEST(KeptActivations, FullStoreDropsABranchDownToItsSharedPrefix) {
+TEST(KeptActivations, DroppingASequenceKeepsThePrefixThatOtherSequencesShare) {
   auto kept = small(5);
   const auto prompt = add(kept, kRoot, {1, 2});
   const auto a = add(kept, prompt[1], {3, 4}), b = add(kept, prompt[1], {5});
@@ -64,7 +64,7 @@ TEST(KeptActivations, FullStoreDropsABranchDownToItsSharedPrefix) {
   EXPECT_TRUE(kept.empty()) << "nobody else needs the prompt";
 }
 
-TEST(KeptActivations, ClearInvalidatesAllNodes) {
+TEST(KeptActivations, ClearInvalidatesAllStoredActivations) {
   auto kept = small(4);
   const auto old = add(kept, kRoot, {1, 2});
   kept.clear();
@@ -82,7 +82,7 @@ TEST(KeptActivations, ClearInvalidatesAllNodes) {
   EXPECT_EQ(kept.add(kRoot, 1).node, kNone);
 }
 
-TEST(KeptActivations, StoredRowsAreReadBackByTheirNodes) {
+TEST(KeptActivations, StoredActivationsAreReadBackInAnyTokenOrder) {
   auto kept = small(200);
   std::vector<Node> nodes;
   for (std::int64_t t = 0; t < 150; ++t) nodes.push_back(kept.add(t % 2 ? nodes.back() : kRoot, t).node);

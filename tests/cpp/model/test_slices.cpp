@@ -33,7 +33,7 @@ std::shared_ptr<DecoderModel> slice_of(const DecoderModel& whole, Communicator& 
   return m;
 }
 
-TEST(Slices, VocabularySlicesCoverEveryEntryOnceAndBeginAtBlocks) {
+TEST(TensorParallelSlices, VocabularySlicesCoverEveryTokenIdOnceAndBeginAtBlockBoundaries) {
   for (const std::int64_t V : {8, 131, 2048, 4097, 20000, 151936})
     for (const int size : {1, 2, 4, 8}) {
       auto c = small_config(false);
@@ -51,7 +51,7 @@ TEST(Slices, VocabularySlicesCoverEveryEntryOnceAndBeginAtBlocks) {
     }
 }
 
-TEST(Slices, ModelsThatCannotBeSlicedThrow) {
+TEST(TensorParallelSlices, ModelsThatCannotBeSlicedThrow) {
   const auto c = small_config(false);  // 6 heads, 2 key/value heads
   EXPECT_THROW(c.sliced({0, 4}), ArgumentError);
   EXPECT_THROW(c.sliced({0, 3}), ArgumentError);
@@ -61,7 +61,7 @@ TEST(Slices, ModelsThatCannotBeSlicedThrow) {
   EXPECT_THROW(whole_norms.sliced({0, 2}), ArgumentError);
 }
 
-TEST(Slices, TwoSlicesInTwoThreadsGiveTheLogitsOfTheWholeModel) {
+TEST(TensorParallelSlices, TwoSlicesInTwoThreadsGiveTheLogitsOfTheWholeModel) {
   for (const bool qwen3 : {false, true}) {
     const auto whole = random_model(qwen3, at::kFloat);
     const auto ids = at::arange(3, 40, at::kLong);

@@ -40,7 +40,7 @@ TEST(AdamW, StepsMatchTheFormulaInFloat64) {
   }
 }
 
-TEST(AdamW, ComputeCopyEqualsTheRoundedWeights) {
+TEST(AdamW, Bfloat16WeightsForComputeEqualTheRoundedMasterWeights) {
   const auto w = randn({77}, 1, at::kFloat), g = randn({77}, 2, at::kFloat), m = at::zeros({77}), v = at::zeros({77}),
              compute = at::empty({77}, at::kBFloat16);
   adamw_step({w, g, m, v, compute}, {1e-3}, 1, 1.0);
@@ -60,7 +60,7 @@ TEST(AdamW, Bfloat16MomentsAreUnbiased) {
   EXPECT_NEAR(v.to(at::kDouble).mean().item<double>() / (0.37 * 0.37 * (1 - std::pow(0.999, 3000))), 1.0, 2e-3);
 }
 
-TEST(AdamW, Bfloat16MomentsAreBitIdenticalInShards) {
+TEST(AdamW, Bfloat16MomentsAreBitIdenticalForShardedAndWholeTensors) {
   const auto g = randn({50}, 2, at::kFloat);
   const auto state = [] { return std::vector{at::ones({50}), at::zeros({50}, at::kBFloat16), at::zeros({50})}; };
   const auto whole = state(), parts = state();
@@ -74,7 +74,7 @@ TEST(AdamW, Bfloat16MomentsAreBitIdenticalInShards) {
   for (int i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(whole[i], parts[i])) << i;
 }
 
-TEST(AdamW, NormMatchesHandComputedValues) {
+TEST(AdamW, GradientNormMatchesHandComputedValues) {
   EXPECT_EQ(l2_norm(at::tensor({3.0f, 4.0f})), 5.0);
   EXPECT_EQ(l2_norm(at::zeros({0})), 0.0);
   const auto x = randn({100003}, 1, at::kFloat);

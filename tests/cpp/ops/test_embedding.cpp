@@ -8,7 +8,7 @@
 namespace nemo_rl::ops {
 namespace {
 
-TEST(Embedding, ForwardCopiesRowsInTheWiderType) {
+TEST(Embedding, ForwardCopiesWeightRowsToTheOutputDtype) {
   for (const auto type : kTypes) {
     const auto table = randn({5, 9}, 1, type), ids = at::tensor({4L, 0L, 4L}), h = at::empty({3, 9}, sums_of(type));
     embedding_forward(table, ids, h, table.scalar_type());

@@ -73,7 +73,7 @@ TEST(Experts, SigmoidRoutingWeightsAndGradientsMatchAten) {
   }
 }
 
-TEST(Experts, SortingGroupsThePairsOfAnExpertInTheirOrder) {
+TEST(Experts, GroupingBySortingEqualsGroupingByCounting) {
   const auto expert = at::tensor({4, 1, 1, 0, 4, 0, 1, 4}, at::kLong).view({4, 2});  // none chooses 2, 3 and 5
   const auto counted = group_by_expert(expert, 6), sorted = group_by_sorting(expert, 6);
   EXPECT_EQ(sorted.begin, (std::vector<std::int64_t>{0, 2, 5, 5, 5, 8, 8}));
@@ -90,7 +90,7 @@ TEST(Experts, SigmoidRouterOfNanLogitsChoosesDistinctExperts) {
   EXPECT_TRUE(at::equal(expert, at::tensor({0, 1, 2}, at::kLong).view({1, 3})));
 }
 
-TEST(Experts, TokensOfAnExpertAreGroupedInTheirOrder) {
+TEST(Experts, TokensRoutedToAnExpertKeepTheirOrderInTheBatch) {
   const auto groups = group_by_expert(at::tensor({2, 0, 0, 2, 2, 1}, at::kLong).view({3, 2}), 4);
   EXPECT_EQ(groups.begin, (std::vector<std::int64_t>{0, 2, 3, 6, 6}));
   EXPECT_TRUE(at::equal(groups.pair, at::tensor({1, 2, 5, 0, 3, 4}, at::kLong)));
@@ -98,7 +98,7 @@ TEST(Experts, TokensOfAnExpertAreGroupedInTheirOrder) {
   EXPECT_TRUE(at::equal(groups.pair.index_select(0, groups.row), at::arange(6, at::kLong)));
 }
 
-TEST(Experts, ExpertSumOfATokenDoesNotDependOnOtherTokens) {
+TEST(Experts, WeightedSumOfATokensExpertsDoesNotDependOnOtherTokens) {
   const std::int64_t T = 40, k = 3, D = 300;
   const auto rows = randn({T * k, D}, 3, at::kFloat), weight = randn({T, k}, 4, at::kFloat),
              row = at::arange(T * k, at::kLong).flip(0).contiguous(), all = at::ones({T, D}, at::kFloat);

@@ -24,7 +24,7 @@ using Blocks = std::vector<Block>;
 using Slots = std::vector<std::int64_t>;
 constexpr std::int64_t kTile = kernels::kKeyTile;
 
-TEST(PagedPlan, DecodeTokensGetOneBlockOfFewRowsEach) {
+TEST(PagedPlan, EachDecodeTokenGetsASeparateThreadBlockForFewRows) {
   const std::vector<std::int32_t> first = {7, 3}, second = {5};
   const std::vector<PagedSlice> slices = {{0, 1, kTile + 2, first.data(), 2}, {1, 1, 4, second.data(), 1}};
   const auto plan = paged_plan(slices, {4, 2, 16}, 2);
@@ -34,7 +34,7 @@ TEST(PagedPlan, DecodeTokensGetOneBlockOfFewRowsEach) {
   EXPECT_TRUE(blocks(plan, AttentionRows::many).empty());
 }
 
-TEST(PagedPlan, PaddingRowsGetAnEmptyBlockAndNoCacheSlot) {
+TEST(PagedPlan, PaddingRowsGetAnEmptyThreadBlockAndNoKvCacheSlot) {
   const std::vector<std::int32_t> table = {2};
   const std::vector<PagedSlice> slices = {{0, 1, 9, table.data(), 1}};
   const auto plan = paged_plan(slices, {4, 2, 16}, 4);
@@ -42,7 +42,7 @@ TEST(PagedPlan, PaddingRowsGetAnEmptyBlockAndNoCacheSlot) {
   EXPECT_EQ(blocks(plan, AttentionRows::few), (Blocks{{0, 1, 9, 0}, {1, 0, 0, 0}, {2, 0, 0, 0}, {3, 0, 0, 0}}));
 }
 
-TEST(PagedPlan, PromptIsSplitIntoBlocksOfManyRows) {
+TEST(PagedPlan, PromptIsSplitIntoThreadBlocksForManyRows) {
   const std::vector<std::int32_t> prompt = {0, 1}, other = {4};
   // 40 tokens of 2 heads a group are 80 rows; 64 rows, 32 tokens, make a block
   const std::vector<PagedSlice> slices = {{0, 40, 3, prompt.data(), 2}, {40, 1, 20, other.data(), 1}};
@@ -53,7 +53,7 @@ TEST(PagedPlan, PromptIsSplitIntoBlocksOfManyRows) {
   EXPECT_EQ(plan.slots[40], 4 * kTile + 20);
 }
 
-TEST(PagedPlan, GroupsOfManyQueryHeadsUseBlocksOfManyRows) {
+TEST(PagedPlan, GroupsOfManyQueryHeadsUseThreadBlocksForManyRows) {
   const std::vector<std::int32_t> table = {0};
   const std::vector<PagedSlice> slices = {{0, 1, 0, table.data(), 1}};
   const auto plan = paged_plan(slices, {16, 1, 64}, 2);

@@ -7,7 +7,7 @@
 namespace nemo_rl::ops {
 namespace {
 
-TEST(Rope, QuarterTurnRotatesAPair) {
+TEST(Rope, RotationByAQuarterTurnMatchesHandComputedValues) {
   // one head of size 2 at position 1, whose angle is a quarter turn: (a, b) -> (-b, a)
   const auto x = at::tensor({3.0f, 5.0f}).view({1, 2});
   const auto cos = at::tensor({1.0f, 0.0f}).view({2, 1}), sin = at::tensor({0.0f, 1.0f}).view({2, 1});
@@ -16,7 +16,7 @@ TEST(Rope, QuarterTurnRotatesAPair) {
   EXPECT_EQ(x[0][1].item<float>(), 3.0f);
 }
 
-TEST(Rope, RotatesTheFirstHeadsByTheirPositionAndTheInverseRotatesBack) {
+TEST(Rope, QueryAndKeyHeadsAreRotatedByPositionAndTheInverseRestoresThem) {
   for (const auto type : kTypes) {
     const std::int64_t T = 6, heads = 3, H = 16, half = H / 2;
     const auto angles = randn({10, half}, 1, at::kFloat), cos = angles.cos(), sin = angles.sin();
@@ -37,7 +37,7 @@ TEST(Rope, RotatesTheFirstHeadsByTheirPositionAndTheInverseRotatesBack) {
   }
 }
 
-TEST(Rope, InterleavedPairsOfALastPartOfEachHeadAreRotated) {
+TEST(Rope, PartialRopeRotatesInterleavedPairsInTheLastDimensionsOfEachHead) {
   for (const auto type : kTypes) {
     const std::int64_t T = 5, heads = 3, H = 24, R = 8, before_it = H - R;
     const auto angles = randn({7, R / 2}, 1, at::kFloat), cos = angles.cos(), sin = angles.sin();

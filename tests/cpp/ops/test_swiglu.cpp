@@ -25,7 +25,7 @@ TEST(Swiglu, MatchesHandComputedValues) {
   EXPECT_NEAR(act[0][1].item<double>(), 2 / (1 + std::exp(-1.0)), 1e-15);
 }
 
-TEST(Swiglu, MatchesAtenForwardAndBackwardForEveryTypeAndGate) {
+TEST(Swiglu, ForwardAndBackwardMatchAtenForEveryDtypeAndActivation) {
   for (const auto type : kTypes)
     for (const auto gate : {Gate::silu, Gate::gelu_tanh, Gate::clamped})
       for (const std::int64_t I : {1, 16, 37}) {

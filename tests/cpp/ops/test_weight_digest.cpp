@@ -29,7 +29,7 @@ TEST(WeightDigest, OneFlippedBitAnywhereChangesTheDigest) {
   }
 }
 
-TEST(WeightDigest, SwappedBlocksChangeTheDigest) {
+TEST(WeightDigest, SwappingTwoBlocksOfATensorChangesTheDigest) {
   const auto a = at::zeros({1 << 20}, at::kByte), b = at::ones({1 << 20}, at::kByte);
   EXPECT_NE(weight_digest(at::cat({a, b})), weight_digest(at::cat({b, a})));
 }

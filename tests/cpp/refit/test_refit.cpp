@@ -106,7 +106,7 @@ void expect_refused(const Outcome& outcome, const std::string& words) {
   for (const auto& engine : outcome.engines) EXPECT_TRUE(equal(engine, weights(-99)));
 }
 
-TEST(Refit, WeightsArriveBitIdenticalWithAnyBucketSize) {
+TEST(Refit, TransferredWeightsAreBitIdenticalForAnyBucketSize) {
   for (std::int64_t bucket : {1, 7, 64, 96, 100000}) {
     const auto outcome = refit(weights(0), weights(-99), 7, bucket, {}, 3);
     EXPECT_EQ(outcome.publisher + outcome.error, "");
@@ -116,7 +116,7 @@ TEST(Refit, WeightsArriveBitIdenticalWithAnyBucketSize) {
   }
 }
 
-TEST(Refit, WeightsOnOneMachineAreReadInPlaceBitIdentically) {
+TEST(Refit, WeightsReadInPlaceOnOneMachineAreBitIdentical) {
   for (std::int64_t bucket : {1, 7, 64, 96, 100000}) {
     const auto outcome = refit(weights(0), weights(-99), 7, bucket, {}, 3, true);
     EXPECT_EQ(outcome.publisher + outcome.error, "");
@@ -125,7 +125,7 @@ TEST(Refit, WeightsOnOneMachineAreReadInPlaceBitIdentically) {
   }
 }
 
-TEST(Refit, SecondRefitReadInPlaceUsesOneLargeBucket) {
+TEST(Refit, SecondInPlaceRefitUsesOneLargeBucket) {
   Meeting meeting(2);
   auto engine = weights(-99);
   std::thread thread([&] {
@@ -139,7 +139,7 @@ TEST(Refit, SecondRefitReadInPlaceUsesOneLargeBucket) {
   EXPECT_TRUE(equal(engine, weights(1)));
 }
 
-TEST(Refit, DamagedDigestsOrAddressesOfInPlaceWeightsAreRejected) {
+TEST(Refit, CorruptDigestsOrAddressesOfInPlaceWeightsAreRejected) {
   const std::int64_t message_bytes = 3 * 16 + 8;  // digest and address of three tensors, and the digest of them
   for (std::int64_t byte = 0; byte < message_bytes; ++byte) {
     const auto flip = [&](int number, const at::Tensor& message) {
@@ -150,7 +150,7 @@ TEST(Refit, DamagedDigestsOrAddressesOfInPlaceWeightsAreRejected) {
   }
 }
 
-TEST(Refit, DamagedHeaderIsRejected) {
+TEST(Refit, CorruptHeaderIsRejected) {
   const auto flip = [](int number, const at::Tensor& message) {
     if (number == 0) message[3] = message[3].item<std::int64_t>() ^ 16;
   };
@@ -170,7 +170,7 @@ TEST(Refit, DamagedHeaderIsRejected) {
   EXPECT_NE(error.find("its header is damaged"), std::string::npos) << error;
 }
 
-TEST(Refit, TensorsMayArriveInAnotherOrder) {
+TEST(Refit, TensorsAreAcceptedInAnyOrder) {
   auto source = weights(0);
   std::swap(source[0], source[2]);
   EXPECT_TRUE(equal(refit(source, weights(-99)).engines[0], weights(0)));
@@ -187,25 +187,25 @@ TEST(Refit, EveryFlippedBitIsRejectedWithTheNameOfItsTensor) {
   }
 }
 
-TEST(Refit, ErrorForADamagedTensorNamesItsBucket) {
+TEST(Refit, ErrorForACorruptTensorNamesItsBucket) {
   const auto flip = [](int number, const at::Tensor& message) {
     if (number == 4) message[3] = message[3].item<std::uint8_t>() ^ 16;
   };
   expect_refused(refit(weights(0), weights(-99), 7, 64, flip), "bucket 3 of 6: head has digest");
 }
 
-TEST(Refit, DamagedManifestIsRejected) {
+TEST(Refit, CorruptManifestIsRejected) {
   const auto flip = [](int number, const at::Tensor& message) {
     if (number == 1) message[30] = message[30].item<std::uint8_t>() ^ 1;
   };
   expect_refused(refit(weights(0), weights(-99), 7, 64, flip), "the manifest was damaged on the way");
 }
 
-TEST(Refit, UnexpectedVersionIsRejected) {
+TEST(Refit, UnexpectedWeightVersionIsRejected) {
   expect_refused(refit(weights(0), weights(-99), 8), "it is version 8, version 7 was expected");
 }
 
-TEST(Refit, MissingUnknownDuplicateOrMisshapenTensorsAreRejected) {
+TEST(Refit, MissingUnknownDuplicateOrMisshapedTensorsAreRejected) {
   auto source = weights(0);
   source.pop_back();
   expect_refused(refit(source, weights(-99)), "missing: head");
@@ -222,7 +222,7 @@ TEST(Refit, MissingUnknownDuplicateOrMisshapenTensorsAreRejected) {
   expect_refused(refit(source, weights(-99)), "norm is [5] Half, [5] BFloat16 was expected");
 }
 
-TEST(Refit, NoEngineAppliesARefitThatOneRejects) {
+TEST(Refit, RefitRejectedByOneEngineIsAppliedByNoEngine) {
   const auto flip = [](int number, const at::Tensor& message) {
     if (number == 2) message[0] = message[0].item<std::uint8_t>() ^ 1;
   };
@@ -241,7 +241,7 @@ at::Tensor some_changed(at::ScalarType type, std::int64_t count, double share, s
   return at::where(changes, -weights, weights).contiguous();
 }
 
-TEST(Delta, EncodedChangesTurnOldIntoNewWeightsInFewerBytes) {
+TEST(RefitDelta, DeltaOfOldAndNewWeightsIsSmallerAndRestoresTheNewWeights) {
   for (const auto type : {at::kBFloat16, at::kFloat, at::kDouble})
     for (const std::int64_t count : {1, 63, 64, 65, 1000})
       for (const double share : {0.0, 0.02, 0.5, 1.0}) {
@@ -265,7 +265,7 @@ TEST(Delta, EncodedChangesTurnOldIntoNewWeightsInFewerBytes) {
       }
 }
 
-TEST(Delta, ChangeBeyondTheLastWeightIsRejected) {
+TEST(RefitDelta, DeltaWithAnIndexBeyondTheLastWeightIsRejected) {
   std::vector<char> changes(10), to(3 * 2);
   changes[1] = 1;  // weight 8 of 3
   EXPECT_FALSE(apply_changes(changes.data(), 10, 6, 2, to.data()));
@@ -308,7 +308,7 @@ Several several(std::int64_t bucket_bytes, const std::function<void(int, const a
   return outcome;
 }
 
-TEST(Delta, SendsFewerBytesAndGivesTheSameWeights) {
+TEST(RefitDelta, RefitByDeltaSendsFewerBytesAndGivesTheSameWeights) {
   for (const std::int64_t bucket : {37, 300, 100000}) {
     const auto outcome = several(bucket);
     EXPECT_EQ(outcome.errors, std::vector<std::string>(3));
@@ -317,7 +317,7 @@ TEST(Delta, SendsFewerBytesAndGivesTheSameWeights) {
   }
 }
 
-TEST(Delta, DamagedDeltaIsRejectedAndThenAllWeightsAreSent) {
+TEST(RefitDelta, AllWeightsAreSentAfterACorruptDeltaIsRejected) {
   // messages: 0 to 2 of version 0 (header, manifest, bucket), 3 to 6 of version 1 (its length before the bucket)
   const auto outcome = several(100000, [](int number, const at::Tensor& message) {
     if (number == 6) message[200] = message[200].item<std::uint8_t>() ^ 4;
@@ -329,7 +329,7 @@ TEST(Delta, DamagedDeltaIsRejectedAndThenAllWeightsAreSent) {
   EXPECT_TRUE(equal(outcome.engine, step_of(2)));
 }
 
-TEST(Delta, DeltaOfWrongLengthIsRejected) {
+TEST(RefitDelta, DeltaOfWrongLengthIsRejected) {
   const auto outcome = several(100000, [](int number, const at::Tensor& message) {
     if (number == 6) message[13] = 1;  // of the first piece, 2^40 longer
   });
@@ -338,7 +338,7 @@ TEST(Delta, DeltaOfWrongLengthIsRejected) {
   EXPECT_TRUE(equal(outcome.engine, step_of(2)));
 }
 
-TEST(Delta, DeltaFromAnotherVersionIsRejected) {
+TEST(RefitDelta, DeltaFromAnotherWeightVersionIsRejected) {
   const Manifest changes{5, 4, 64, specs_of(weights(0))};
   const auto read = Manifest::unpacked(changes.packed());
   EXPECT_EQ(read.base, 4U);

@@ -21,7 +21,7 @@ std::vector<int> times_done(std::int64_t count, std::int64_t at_least) {
   return {done.begin(), done.end()};
 }
 
-TEST(ParallelTiles, EveryTileOnce) {
+TEST(ParallelTiles, EveryTileIsProcessedOnce) {
   for (const int threads : {1, 2, 3}) {
     at::set_num_threads(threads);
     for (const std::int64_t count : {0, 1, 2, 7, 18, 1000})
@@ -30,7 +30,7 @@ TEST(ParallelTiles, EveryTileOnce) {
   }
 }
 
-TEST(ParallelRows, EveryRowIsDoneOnceAloneAndByATeam) {
+TEST(ParallelRows, EveryRowIsProcessedOnceByOneThreadAndByATeam) {
   for (const bool team : {false, true})
     for (const std::int64_t count : {0, 1, 5, 64, 1000})
       for (const std::int64_t grain : {1, 8, 100}) {
@@ -46,7 +46,7 @@ TEST(ParallelRows, EveryRowIsDoneOnceAloneAndByATeam) {
       }
 }
 
-TEST(TileRange, OwnerTakesFromTheFrontOthersFromTheBack) {
+TEST(TileRange, OwnerTakesTilesFromTheFrontAndOtherThreadsFromTheBack) {
   TileRange range;
   range.set(10, 15);
   const auto front = range.take(2, true), back = range.take(2, false), last = range.take(2, true),
@@ -62,7 +62,7 @@ TEST(TileRange, OwnerTakesFromTheFrontOthersFromTheBack) {
   EXPECT_EQ(none.begin, none.end);
 }
 
-TEST(TileRange, OwnerAndThievesShareWithoutLossOrRepeat) {
+TEST(TileRange, WorkStealingProcessesEveryTileExactlyOnce) {
   constexpr std::int64_t kTiles = 100'000;
   TileRange range;
   range.set(0, kTiles);

@@ -28,7 +28,7 @@ void with_team(int threads, const std::function<void()>& f) {
   for (auto& h : helpers) h.join();
 }
 
-TEST(Team, EveryItemOfThousandsOfSmallTasksIsDoneOnce) {
+TEST(ThreadTeam, EveryItemOfManySmallTasksIsProcessedOnce) {
   std::int64_t wrong = 0;
   with_team(3, [&] {
     for (std::int64_t n = 0; n < 5000; ++n) {
@@ -47,7 +47,7 @@ TEST(Team, EveryItemOfThousandsOfSmallTasksIsDoneOnce) {
   EXPECT_EQ(wrong, 0);
 }
 
-TEST(Team, AllThreadsWorkConcurrently) {
+TEST(ThreadTeam, AllThreadsWorkConcurrently) {
   std::set<std::int64_t> threads;
   std::mutex mutex;
   with_team(3, [&] {
@@ -65,14 +65,14 @@ TEST(Team, AllThreadsWorkConcurrently) {
   EXPECT_EQ(threads, (std::set<std::int64_t>{0, 1, 2}));
 }
 
-TEST(Team, LeaderDoesAllWorkIfNoHelperComes) {
+TEST(ThreadTeam, LeaderThreadDoesAllWorkIfNoHelperThreadJoins) {
   Team team(2);  // whose second thread never does
   int done = 0;
   team.lead_here([&] { parallel_items(5, true, [&](std::int64_t) { ++done; }); });
   EXPECT_EQ(done, 5);
 }
 
-TEST(Team, NestedWorkRunsOnItsOwnThread) {
+TEST(ThreadTeam, NestedParallelLoopRunsOnTheThreadThatStartedIt) {
   std::atomic<int> done{0};
   with_team(2, [&] {
     parallel_items(4, true, [&](std::int64_t) {
@@ -89,7 +89,7 @@ TEST(Team, NestedWorkRunsOnItsOwnThread) {
   EXPECT_EQ(Team::current(), nullptr);
 }
 
-TEST(Team, ErrorOfAnyThreadReachesTheLeaderAndTheTeamStaysUsable) {
+TEST(ThreadTeam, ExceptionInAnyThreadIsRethrownInTheLeaderAndTheTeamStaysUsable) {
   std::atomic<int> done{0};
   with_team(2, [&] {
     for (int bad = 0; bad < 2; ++bad) {  // by whom it is thrown
@@ -108,7 +108,7 @@ TEST(Team, ErrorOfAnyThreadReachesTheLeaderAndTheTeamStaysUsable) {
   EXPECT_EQ(Team::current(), nullptr);
 }
 
-TEST(Team, PrefetchRequestsOfAnySizeAreAccepted) {
+TEST(ThreadTeam, PrefetchRequestsOfAnySizeAreAccepted) {
   const std::vector<char> w(1000);
   std::atomic<int> done{0};
   with_team(2, [&] {

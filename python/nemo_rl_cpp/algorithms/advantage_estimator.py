@@ -49,8 +49,7 @@ class _Estimator(AdvantageEstimator):
         return result.advantages
 
     def _for_kl(self, policy: Tensor | None, reference: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return the log-probabilities that a KL penalty in the reward compares; (None, None) if there is no such
-        penalty."""
+        """Return the log-probabilities that a KL penalty in the reward compares, or (None, None) without one."""
         both = self.use_kl_in_reward and policy is not None and reference is not None
         return (policy, reference) if both else (None, None)
 
@@ -73,10 +72,10 @@ class _SampleEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Mapping[str, Tensor] | None = None, *,
         valid_mask: Tensor | None = None, group_id: Tensor | None = None, offsets: Tensor | None = None, **inputs: object,
     ) -> Tensor:  # fmt: skip
-        """Return the advantages of all tokens, even of masked ones: an expanded view [B, S], the shape of `mask`. If
-        `offsets` [B + 1] is given, return [T], the tokens of all samples one after the other; sample b begins at
-        `offsets[b]`. Samples with the same `group_id` [B] (None: with the same `prompt_ids` [B, P]) are a group. The
-        statistics of a group exclude samples with valid_mask 0. `repeated_batch`: further columns of the samples."""
+        """Return each sample's advantage at all of its tokens, even masked ones: [B, S] like `mask`, an expanded view.
+        With `offsets` [B + 1] return [T], the tokens of all samples one after the other; sample b begins at
+        `offsets[b]`. Samples with equal `group_id` [B] (None: equal `prompt_ids` [B, P]) form a group, whose statistics
+        exclude samples with valid_mask 0. `repeated_batch` has further columns of the samples."""
         groups = _groups(prompt_ids, group_id)
         valid = torch.ones(len(groups)) if valid_mask is None else valid_mask
         samples = _Samples(rewards, groups, valid, repeated_batch, mask, offsets)
@@ -189,8 +188,8 @@ class PassAtKAdvantageEstimator(_SampleEstimator):
         return torch.tensor(pairs, dtype=samples.rewards.dtype)[group, (~is_right).long()]
 
     def _of_group(self, total: int, wrong: int) -> tuple[float, float]:
-        """Return (advantage of a correct response, advantage of a wrong one) in a group with `wrong` wrong
-        responses."""
+        """Return the advantages of a correct and of a wrong response in a group of `total`, of which `wrong` are
+        wrong."""
         k = min(self.config.pass_k, total)
         passed = 1.0 - math.comb(wrong, k) / math.comb(total, k)
         sd = math.sqrt(passed * (1.0 - passed))
@@ -262,8 +261,7 @@ class OptimalTokenBaselineAdvantageEstimator(_Estimator):
 
 class ReinforcePlusPlusAdvantageEstimator(_Estimator):
     """REINFORCE++ (arXiv:2501.03262): the reward, minus the group's mean if minus_baseline, and minus the token's KL
-    penalty if use_kl_in_reward. The result is whitened over all valid tokens of the batch and is 0 at masked positions.
-    """
+    penalty if use_kl_in_reward. The result is whitened over all valid tokens of the batch; masked positions get 0."""
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, logprobs_policy: Tensor | None = None,
@@ -395,8 +393,7 @@ class OPDAdvantageEstimator(_Estimator):
 def make_estimator(
     algorithm: str, settings: AdvEstimatorConfig | GAEConfig, loss: ClippedPGLossConfig
 ) -> AdvantageEstimator:
-    """Return the advantage estimator that `settings`, the section `<algorithm>.adv_estimator`, selects. Raise
-    ValueError for an unknown name."""
+    """Return the advantage estimator that `<algorithm>.adv_estimator` selects. Raise ValueError for an unknown name."""
     name = settings.name
     if isinstance(name, PythonObjectRef):
         return OwnEstimator(name.component, algorithm, settings, loss)

@@ -127,8 +127,8 @@ class _EstimatedAdvantages:
         self._ragged = "offsets" in inspect.signature(estimator.compute_advantage).parameters
 
     def _inputs(self, batch: TrainBatch, **of_tokens: Tensor | None) -> dict[str, Tensor | None]:
-        """Return the arguments of `compute_advantage` that all estimators take, and the per-token tensors `of_tokens`
-        [T], padded to [B, S] unless it has a parameter `offsets`."""
+        """Return the arguments of `compute_advantage` that every estimator takes, and the per-token tensors
+        `of_tokens`: [T] if that method has a parameter `offsets`, otherwise padded to [B, S]."""
         of_tokens["mask"] = batch.valid_mask
         if "teacher_logprobs" in batch:
             of_tokens |= {"teacher_logprobs": batch.teacher_logprobs, "prev_logprobs": batch.old_logprobs}

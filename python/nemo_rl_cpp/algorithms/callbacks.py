@@ -58,13 +58,13 @@ class Callback:
                 event.stop("90 % are right")"""
 
     def on_step(self, event: RunEvent) -> None:
-        """Called after each step, when its metrics have been logged, and before its validation and checkpoint."""
+        """React to a finished step, after its metrics were logged and before its validation and checkpoint."""
 
     def on_validation(self, event: RunEvent) -> None:
-        """Called after each validation, including one before the first step."""
+        """React to a validation, including one before the first step."""
 
     def on_checkpoint(self, event: RunEvent) -> None:
-        """Called when `event.checkpoint` is completely written and the step's validation, if any, is over."""
+        """React to the complete checkpoint `event.checkpoint`, after the step's validation, if any."""
 
     def on_end(self, event: RunEvent) -> None:
         """Called once when the run ends, unless a second Ctrl-C aborts the run."""
@@ -90,9 +90,8 @@ class Callbacks:
             self._call(callback, "on_checkpoint", self.run.history[-1], checkpoint=result.checkpoint)
 
     def end(self, status: str) -> None:
-        """Call `on_end` of every callback, even if some raise, with an event that has this `status`. Then raise the
-        first error and print the others. If `status` is "failed", print all errors, because the caller raises the run's
-        failure."""
+        """Call `on_end` of every callback with `status`, even if some raise. Then raise the first error and print the
+        others; if `status` is "failed", print all, because the caller raises the run's failure."""
         first = None
         for callback in self.callbacks:
             try:

@@ -167,8 +167,7 @@ class Saver:
         result.checkpoint = saved
 
     def _save(self, result: StepResult) -> Path:
-        """Write the checkpoint and return its folder. The logs are flushed first, so that no checkpoint is newer than
-        its logs."""
+        """Write the checkpoint and return its folder. Flush the logs first, so that they are never older than it."""
         manager, state, collector = self.manager, result.state, self.collector
         metric = self._metric_of(result)
         self.logger.flush()
@@ -213,8 +212,7 @@ class Saver:
         manager.metric_seen = True
 
     def _metric_of(self, result: StepResult) -> dict[str, float]:
-        """Return {`metric_name`: value} of the metric by which checkpoints are ranked, or {} with a warning, once per
-        run."""
+        """Return {`metric_name`: value} of the metric that ranks checkpoints, or {} with a warning, once per run."""
         manager = self.manager
         kind, _, name = (manager.metric_name or "").partition(":")
         validation = result.validation.metrics if result.validation else None

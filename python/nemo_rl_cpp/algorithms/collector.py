@@ -79,8 +79,7 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
         """Copy the current weights to the engine, and return the rollouts of the next step."""
 
     def settle(self) -> None:
-        """Wait until no generation is in flight; called before a validation or checkpoint. Re-raise errors of
-        generation."""
+        """Wait until no generation is in flight, before a validation or checkpoint. Re-raise errors of generation."""
 
     def state_dict(self) -> list[CollectedState]:
         """Return the batches that are ready for later steps, as checkpoints store them. Call `settle` first."""
@@ -91,14 +90,13 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
         """Restore the batches that `state_dict` returned."""
 
     def close(self, wait: bool = False) -> None:
-        """Start no new work. If `wait`, wait for the work in flight. Further calls do nothing."""
+        """Accept no new work. If `wait`, wait for the work in flight. Further calls do nothing."""
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close(wait=not isinstance(error, KeyboardInterrupt))
 
     def refresh(self, timer: Timer) -> dict[str, float | str | None]:
-        """Copy the current weights to the engine, prepare it for generation, and return the metrics of this weight
-        sync."""
+        """Copy the current weights to the engine, prepare it for generation, and return the metrics of the copying."""
         with timer("prepare_for_generation/total"):
             metrics = self.refit.sync_weights(timer=timer)
             self.generation.prepare_for_generation()
@@ -139,7 +137,7 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
         return Collected(samples, round_metrics(rounds), self.sampler.metrics, epochs, weight_version)
 
     def _count_failure(self, error: Exception) -> None:
-        """Count a failed round. Raise `error` if no more rounds may fail, or if a retry would fail, too."""
+        """Count a failed round of rollouts. Raise `error` if no more may fail, or if a retry would fail, too."""
         if isinstance(error, (WorkerLostError, GenerationEndedError)) or self.failures_left == 0:
             raise error
         self.failures_left -= 1
@@ -175,16 +173,14 @@ class SyncCollector(RolloutCollector):
         return collected
 
     def load_state_dict(self, state: list[CollectedState]) -> None:
-        """Ignore the checkpoint's batches, if it has any, and print a note: a run with asynchronous rollouts generated
-        them ahead, and this collector generates nothing ahead."""
+        """Drop the batches that a run with asynchronous rollouts had generated ahead, if any, and print a note."""
         if state:
             self.leave_out(state, "each step of this run generates its own rollouts")
 
 
 @dataclass
 class Meeting:
-    """The point at which the generation of one batch, with some responses unfinished, pauses until there are new
-    weights."""
+    """The point at which the generation of one batch pauses, with responses unfinished, until there are new weights."""
 
     # a future of True once the generation waits here, or of False if the batch ended without waiting
     reached: Future[bool] = field(default_factory=Future)
@@ -197,8 +193,7 @@ class Meeting:
         self.given.result()
 
     def pass_by(self) -> None:
-        """Record that the batch has ended. If its generation has not paused at this meeting, the trainer learns that it
-        will not, and need not wait for it."""
+        """Record that the batch has ended, so that the trainer does not wait for its generation to pause."""
         if not self.reached.done():
             self.reached.set_result(False)
 
@@ -291,8 +286,7 @@ class AsyncCollector(RolloutCollector):
         return collected
 
     def _until_weights_may_change(self) -> Meeting | None:
-        """Wait until every batch has ended (return None), or the last one waits for new weights (return its
-        `Meeting`)."""
+        """Wait until all batches have ended and return None, or until the last one pauses and return its `Meeting`."""
         for batch, meeting in zip(self._batches, self._meetings, strict=True):
             if meeting is not None and meeting.reached.result() and not meeting.given.done():
                 return meeting
@@ -300,9 +294,8 @@ class AsyncCollector(RolloutCollector):
         return None
 
     def settle(self) -> None:
-        """Wait for all batches and end generation. If a batch is paused to wait for new weights, copy the current
-        weights to the engine and let the batch continue. These are the new weights, because the step has already
-        trained."""
+        """Wait for all batches and end generation. If a batch is paused until there are new weights, first copy the
+        current weights, which this step has already trained, to the engine."""
         if (paused := self._until_weights_may_change()) is not None:
             self.refresh(Timer())
             paused.given.set_result(None)
@@ -336,8 +329,8 @@ class AsyncCollector(RolloutCollector):
             self._epochs_drawn += saved["finished_epochs"]
 
     def close(self, wait: bool = False) -> None:
-        """Start no new work, and end a generation that waits for new weights with an error. Where batches are generated
-        in a thread, wait for all of them if `wait`, otherwise cancel those that have not begun."""
+        """Accept no new work, and end a generation that waits for new weights with an error. Wait for all other batches
+        if `wait`, otherwise cancel those that have not begun."""
         for meeting in self._meetings:
             if meeting is not None and not meeting.given.done():
                 meeting.given.set_exception(GenerationEndedError("the run ended"))

@@ -59,8 +59,7 @@ Loss = LossFunction | Callable[..., object] | Mapping[str, object] | str | None
 
 
 def component_name(found: object) -> str:
-    """Return a component's name for messages: that of a function or class, or for another object the name of its
-    class."""
+    """Return a component's name for messages: its qualified name, or without one that of its class."""
     return str(getattr(found, "__qualname__", None) or type(found).__qualname__)
 
 

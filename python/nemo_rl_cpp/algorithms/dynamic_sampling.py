@@ -18,8 +18,7 @@ class DynamicSamplingExhausted(ValueError):
 
 
 def group_numbers(ids: torch.Tensor) -> torch.Tensor:
-    """Return int64 [B]: the group ids `ids` [B] replaced by the numbers 0, 1, ... in the order in which the groups
-    first appear."""
+    """Return int64 [B]: the group ids `ids` [B], renumbered 0, 1, ... in the order of first appearance."""
     numbers: dict[int, int] = {}
     return torch.tensor([numbers.setdefault(i, len(numbers)) for i in ids.tolist()], dtype=torch.long)
 
@@ -27,8 +26,8 @@ def group_numbers(ids: torch.Tensor) -> torch.Tensor:
 def extremes(
     groups: torch.Tensor, rewards: torch.Tensor, voters: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (smallest, largest) reward of each group, each of shape [number of groups]. `groups` [B] numbers the group
-    of each row, `rewards` is [B]. Only rows for which `voters` bool [B] is True count (None: all rows); a group without
+    """Return (smallest, largest) reward of each group, each of shape [number of groups]. `rewards` is [B]; `groups` [B]
+    holds the rows' group numbers. Only rows with True in `voters`, bool [B], count (None: all rows); a group without
     such rows gets 0."""
     count = int(groups.max()) + 1 if len(groups) else 0
     empty = torch.zeros(count, dtype=rewards.dtype)
@@ -198,8 +197,8 @@ class GroupSampler:
         }
 
     def takes(self, cache: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether this sampler can use `cache`, the groups of a checkpoint: whether it keeps surplus groups, and
-        each group has `group_size` samples."""
+        """Return whether this sampler can use `cache`, the groups of a checkpoint: it must keep surplus groups, and
+        each group must have `group_size` samples."""
         sizes = torch.bincount(cache["group_id"]).unique().tolist()
         return self.enabled and self.keep_surplus and (self.group_size is None or sizes == [self.group_size])
 

@@ -119,8 +119,8 @@ def set_seed(seed: int) -> None:
 
 def planned_steps(loop: LoopConfig, loader: StatefulDataLoader | MultipleDataloaderWrapper) -> int:
     """Return the planned number of steps of the whole run: max_num_steps, or the number of batches in max_num_epochs if
-    that is less. With dynamic sampling a step may need several batches, so there may be fewer steps. If there are
-    several loaders, they restart without end, so only max_num_steps limits the run."""
+    that is less. Several loaders restart without end, so that max_num_steps alone counts. Dynamic sampling may need
+    several batches per step and thus take fewer steps."""
     if isinstance(loader, MultipleDataloaderWrapper):
         return loop.max_num_steps
     return min(loop.max_num_steps, loop.max_num_epochs * len(loader))

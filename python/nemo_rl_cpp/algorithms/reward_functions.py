@@ -57,14 +57,12 @@ def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
 
 
 def _first_response_length(log: LLMMessageLogType) -> int:
-    """Return the number of tokens of a conversation's first response. It is 0 if an agent failed before its first
-    request."""
+    """Return the number of tokens of a conversation's first response, or 0 if an agent failed before it."""
     return next((len(message["token_ids"]) for message in log if message["role"] == "assistant"), 0)
 
 
 def shaping_warning(cfg: RewardShapingConfig) -> str | None:
-    """Return a warning if keys of the overlong penalty are set although the stop-properly penalty disables it,
-    otherwise None."""
+    """Return a warning about set keys of an overlong penalty that the stop-properly penalty disables, or None."""
     keys = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
     ignored = [key for key in keys if getattr(cfg, key) is not None]
     if not cfg.enabled or cfg.applies_overlong_penalty or not ignored:
@@ -334,8 +332,7 @@ def has_duplicated_reasoning(log: LLMMessageLogType) -> bool:
 
 
 def has_empty_final_answer(log: LLMMessageLogType) -> bool:
-    """Return whether the last response of a conversation has no answer, for instance because it was truncated during
-    its reasoning."""
+    """Return whether a conversation's last response has no answer, for instance because its reasoning was truncated."""
     last = _responses(log)[-1:]
     return not last or not reasoning_and_answer(str(last[0]["content"]))[1].strip()
 

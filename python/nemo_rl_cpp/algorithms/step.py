@@ -102,8 +102,7 @@ def train_epochs(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str,
 
 
 def step_result(run: TrainingRun, collected: Collected, batch: TrainBatch, metrics: step_metrics.Metrics) -> StepResult:
-    """Return everything that is logged for a step, except its durations. If the algorithm has no rewards, omit the
-    metrics of rewards."""
+    """Return everything that is logged for a step, except its durations, and without rewards except their metrics."""
     samples, has_rewards = collected.samples, run.algorithm.has_rewards
     of_groups = ops.group_baseline(batch.rewards, batch.group_id, leave_one_out=run.config.loop.leave_one_out)
     stale = {"stale_samples": metrics["stale_samples"]}  # relative to the trained weights, unlike the sampler's count
@@ -135,8 +134,7 @@ class Critic:
             batch.values = self.model.get_values(batch)["values"]
 
     def train(self, batch: TrainBatch, timer: Timer) -> dict[str, float]:
-        """Train the critic for one pass over the batch, with the batch's `returns` as targets. Return the metrics
-        `critic/*`."""
+        """Train the critic for one pass over the batch, towards its `returns`, and return the metrics `critic/*`."""
         with timer("value_training"):
             result = self.model.train(batch, self.loss_fn)
         return critic_metrics(result)

@@ -59,8 +59,7 @@ def _mean_of_tokens(sums: list[float], tokens: list[float]) -> float:
 
 
 def training_metrics(result: TrainingResult) -> dict[str, float]:
-    """Return the metrics of one `policy.train` call. `loss` is the sum of the loss metric over micro-batches, as in
-    NeMo RL.
+    """Return the metrics of one `policy.train` call. `loss` is the sum over micro-batches, as in NeMo RL.
 
     `max_logprob_gap` and `logprob_mismatched_tokens` compare the log-probabilities of generation with those of the
     first training forward pass. Both are 0 if the two passes compute exactly the same on the same weights."""
@@ -158,8 +157,7 @@ def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[object
 
 
 def truths(samples: Rollouts) -> dict[str, list[object]]:
-    """Return {"ground_truth": one entry per sample}, a column of a rollout file, or {} if no prompt has a ground
-    truth."""
+    """Return {"ground_truth": one entry per sample}, a column of a rollout file; {} if no prompt has a ground truth."""
     found = [(info or {}).get("ground_truth") for info in samples.get("extra_env_info") or ()]
     shown = [truth if truth is None or isinstance(truth, (str, int, float)) else str(truth) for truth in found]
     return {"ground_truth": shown} if any(truth is not None for truth in shown) else {}

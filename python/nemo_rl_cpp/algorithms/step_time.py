@@ -1,5 +1,5 @@
-"""Forecasts how long a training step takes. For about a second, the native core generates and trains with a few layers
-of the run's model. Counted operations scale the measured times to a whole step."""
+"""Forecast of a training step's duration. The native core generates and trains with a few layers of the run's model for
+about a second; numbers of floating-point operations scale the measured times to a whole step."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Shape:
 
     @classmethod
     def of(cls, config: TrainMasterConfig, lengths: Lengths | None) -> Shape:
-        """Return the shape of a step in which every response has the maximum length, and so has every prompt if the
-        mean `lengths` in the data are not known. In supervised fine-tuning the responses are in the data."""
+        """Return the shape of a step in which every response has the maximum length, and every prompt the mean length
+        in `lengths` (None: the maximum length). In supervised fine-tuning the data has the responses, too."""
         policy, loop = config.policy, config.loop
         longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
         most = min(config.data.max_input_seq_length or longest, longest - 1)
@@ -75,7 +75,7 @@ class Shape:
         return cls(loop.num_prompts_per_step, loop.num_generations_per_prompt, prompt, new)
 
     def in_micro_batches(self, model: TrainedModelConfig) -> Shape:
-        """Return the shape that is trained: each micro-batch computes a prompt of its responses once."""
+        """Return the shape of training: a prompt counts once per micro-batch that has responses to it."""
         budget = next((each for each in (model.sequence_packing, model.dynamic_batching) if each.enabled), None)
         rows = model.train_micro_batch_size if budget is None else (budget.train_mb_tokens - self.prompt) // self.new
         parts = ceil(self.responses / max(1, rows if model.share_prompt_prefix else 1))
@@ -84,9 +84,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Costs:
-    """The floating-point operations of a forward pass for each token: 2 for each weight of the layers' matrices (of
-    experts, those that process the token), 2 for each weight of the LM head if the token gets logits, and 4 for each
-    element of its query vectors and each key that it attends to."""
+    """The floating-point operations of a forward pass per token: 2 for each weight of the layers' matrices (of experts,
+    those that process the token), 2 for each weight of the LM head if the token gets logits, and for each key that the
+    token attends to 4 for each element of its query vectors."""
 
     layers: float
     head: float
@@ -105,7 +105,8 @@ class Costs:
         return cls(2.0 * weights, head, 4.0 * native["num_heads"] * native["head_dim"] * attention)
 
     def forward(self, tokens: float, keys: float, logits: float) -> float:
-        """Return the operations for `tokens` tokens that attend to `keys` keys on average. `logits` of them get logits."""
+        """Return the operations for `tokens` tokens that attend to `keys` keys on average; `logits` of them get
+        logits."""
         return tokens * (self.layers + self.per_key * keys) + logits * self.head
 
     def of_prompts(self, shape: Shape) -> float:
@@ -118,8 +119,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured seconds for each operation of a forward pass: in decode steps, in scoring (and prefill), and in training
-    with its backward pass; and the seconds of an optimizer step."""
+    """Measured seconds per operation of a forward pass: in decode steps, in scoring (and prefill), and in training,
+    which includes the backward pass; and the seconds of an optimizer step."""
 
     decode: float
     score: float
@@ -147,7 +148,7 @@ def layers_of_all_kinds(native: Native) -> int:
 
 @dataclass(frozen=True)
 class _FewLayers(ModelFolder):
-    """A model folder without weights: the first layers of a model with a smaller vocabulary, and random numbers."""
+    """A model folder without weights: a model's first layers, a smaller vocabulary, and random parameters."""
 
     size: tuple[int, int] = (0, 0)  # numbers of layers and of tokens in the vocabulary
 
@@ -199,7 +200,7 @@ class _Sample:
         self.costs = Costs.of(few_layers(whole, *size))
 
     def decoding(self) -> float:
-        """Return the seconds for each operation of decode steps."""
+        """Return the measured seconds per operation of decode steps."""
         shape, costs, settings = self.shape, self.costs, self.settings.generation
         keys = min(int(shape.keys), self._most_tokens(shape.keys / 2))
         prompts = max(1, min(shape.prompts, min(self._most_tokens(keys / 2), settings.prefill_chunk_tokens) // keys))
@@ -224,7 +225,8 @@ class _Sample:
         return _shortest(generate, lambda _: ends[0]) / (_STEPS * costs.forward(rows, keys, rows))
 
     def training(self) -> tuple[float, float, float]:
-        """Return the seconds for each operation of scoring and of training, and those of an optimizer step."""
+        """Return the measured seconds per operation of scoring and of training, and the seconds of an optimizer
+        step."""
         batch, shape = self._batch()
         trained = _shortest(lambda: self.model.train_part(batch, self.loss, gbs=batch.size))
         updated = _shortest(lambda: self.model._step(batch, 0.0, 0.0))
@@ -233,7 +235,7 @@ class _Sample:
         return scored / work, (trained - updated) / work, updated * self.factor
 
     def _batch(self) -> tuple[RaggedBatch, Shape]:
-        """Return a batch like a micro-batch of the run, or like a part of it, and its shape."""
+        """Return a batch like a micro-batch of the run, or smaller if that takes too long to measure, and its shape."""
         shape, most = self.shape.in_micro_batches(self.settings), self._most_tokens(self.shape.keys) // 2
         part = min(1.0, most / (shape.prompt + shape.new))
         prompt, new = int(shape.prompt * part), max(1, int(shape.new * part))
@@ -255,13 +257,13 @@ class _Sample:
         return torch.arange(count) * 7919 % self.model.folder.native()["vocab_size"]
 
     def _most_tokens(self, keys: float) -> int:
-        """Return the number of tokens of a forward pass that is long enough to measure, and short."""
+        """Return the number of tokens of a measured forward pass in which each token attends to `keys` keys."""
         return max(16, min(4096, int(_MOST_OPERATIONS / self.costs.forward(1, keys, 1))))
 
 
 def _shortest(work: Callable[[], object], begin: Callable[[float], float] = lambda began: began) -> float:
-    """Return the seconds of the shortest of three calls of `work`: the first one allocates buffers, and other programs
-    may disturb one. `begin` may return a later time than that at which the call began."""
+    """Return the seconds of the fastest of three calls of `work`: the first allocates buffers, and other programs may
+    disturb one. `begin` maps the time at which a call began to the time from which its seconds count."""
     times = []
     for _ in range(3):
         began = time.perf_counter()
@@ -294,7 +296,7 @@ def step_time(
 
 
 def measured_step_time(config: TrainMasterConfig, shape: Shape) -> tuple[float, float]:
-    """Measure for about a second, and return `step_time`."""
+    """Return `step_time` of the run, from measurements that take about a second."""
     use_threads(config.cluster)
     costs, rates, needed = {}, {}, 0.0
     for section, model in config.trained_models().items():
@@ -311,7 +313,7 @@ def measured_step_time(config: TrainMasterConfig, shape: Shape) -> tuple[float, 
 
 
 def _kept_share(config: TrainMasterConfig, needed: float) -> float:
-    """Return the share of a step's activations, `needed` bytes, that generation keeps (`Policy.train_part`)."""
+    """Return the share of a step's activations, `needed` bytes in all, that generation keeps for training."""
     policy, given = config.policy, config.policy.kept_activations_gb
     if not needed or policy.activation_checkpointing or policy.reuse_generation_logprobs == "never":
         return 0.0

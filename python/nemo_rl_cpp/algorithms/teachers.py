@@ -1,5 +1,5 @@
-"""Teachers: frozen models that compute log-probabilities of the tokens that the policy sampled, in
-the policy's workers, on a server, or as a transformers model."""
+"""Teachers: frozen models that compute log-probabilities of the tokens that the policy sampled. They run in the
+policy's workers, on a server, or as a transformers model."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ class Teachers:
     default: str | None  # the teacher of tasks that have no entry in `models`; None: such a task raises ValueError
 
     def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:
-        """Add `teacher_logprobs` [T] to the batch, 0 on untrained tokens. Raise ValueError for a task without a
-        teacher."""
+        """Add `teacher_logprobs` [T] to the batch, 0 on untrained tokens. Raise ValueError if a task has no teacher."""
         scored = torch.zeros(batch.num_tokens)
         for model, own in self._chosen(batch, samples):
             scored = scored + batch.ragged(self.policy.get_teacher_logprobs(own, model)["teacher_logprobs"])

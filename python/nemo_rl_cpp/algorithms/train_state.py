@@ -57,8 +57,8 @@ class TrainState:
         self.current_step = 0
 
     def draw(self, num_prompts: int) -> int:
-        """Reserve draw ids for the next `num_prompts` prompts, and return the first. A draw id is the number of a
-        prompt in the order in which the whole run draws prompts."""
+        """Reserve draw ids for the next `num_prompts` prompts, and return the first. Draw ids number the prompts of the
+        whole run in the order in which they are drawn."""
         first = self.draw_counter
         self.draw_counter += num_prompts
         return first

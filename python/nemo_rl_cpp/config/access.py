@@ -40,8 +40,7 @@ def to_plain(value: object) -> Plain:
 
 
 def as_written(config: object) -> Any:
-    """Return `config` as plain dictionaries and lists. Each section becomes a dictionary of only the keys that were set
-    explicitly, without defaults."""
+    """Return `config` as plain dictionaries and lists, with only the keys that were set explicitly, not defaults."""
     if isinstance(config, BaseModel):
         config = config.model_dump(exclude_unset=True, by_alias=False)
     if isinstance(config, Mapping):
@@ -50,24 +49,22 @@ def as_written(config: object) -> Any:
 
 
 def to_json(value: object) -> Plain:
-    """Return `to_plain(value)` with non-finite floats as the strings "nan", "inf" and "-inf", because JSON has no such
-    numbers."""
+    """Return `to_plain(value)` with the floats nan, inf and -inf, which JSON lacks, as strings."""
     return mapped(
         to_plain(value), lambda leaf: repr(leaf) if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
     )
 
 
 def mapped(node: Plain, leaf: Callable[[Plain], Plain]) -> Plain:
-    """Return a copy of the plain data `node` in which every leaf (a value that is no mapping and no list) is replaced
-    by `leaf(value)`."""
+    """Return a copy of plain data in which `leaf(value)` replaces every value that is neither a dict nor a list."""
     if isinstance(node, dict):
         return {key: mapped(item, leaf) for key, item in node.items()}
     return [mapped(item, leaf) for item in node] if isinstance(node, list) else leaf(node)
 
 
 def as_number(value: object) -> float | None:
-    """Return `value` as a float if it is a number, or one of the strings "nan", "inf" and "-inf", which `to_json`
-    writes for non-finite numbers. Return None for anything else."""
+    """Return a number, or "nan", "inf" or "-inf" as `to_json` writes them, as a float. Return None for anything
+    else."""
     if isinstance(value, (int, float)):
         return float(value)
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):
@@ -121,8 +118,7 @@ def plain(value: object) -> object:
 
 
 def plain_values(values: Mapping[str, object]) -> dict[str, object]:
-    """Return a copy of `values` in which `plain` has converted every value. Raise ConfigError if a key is not a
-    string."""
+    """Return a copy of `values`, each converted by `plain`. Raise ConfigError if a key is not a string."""
     wrong = next((key for key in values if not isinstance(key, str)), None)
     if wrong is not None:
         text = f"the keys of a mapping must be texts, not {type(wrong).__name__} ({in_a_line(wrong)})"

@@ -78,8 +78,7 @@ class Section(BaseModel, metaclass=_Made):
         defer_build=True,
     )
     is_switched: ClassVar[bool] = False
-    """Whether `enabled: false` switches the section off. Its other keys are then not checked for unsupported
-    features."""
+    """Whether `enabled: false` switches the section off, so that its other keys need not be supported."""
     spellings: ClassVar[Mapping[str, str]] = {}
     """Alternative dotted name -> key. Two different values for the two names are an error."""
 
@@ -103,7 +102,7 @@ class Section(BaseModel, metaclass=_Made):
 
     @classmethod
     def takes_own_key(cls, dotted: str) -> bool:
-        """Return whether the key `dotted` is allowed although the schema does not list it: because it is in a free-form
+        """Return whether the key `dotted`, which the schema does not list, is allowed: because it is in a free-form
         mapping, or in a section that accepts any key."""
         name, _, rest = dotted.partition(".")
         info = dict(fields_of(cls)).get(name)
@@ -355,8 +354,8 @@ def mistakes(failure: ValidationError, cls: type[Section]) -> list[Problem]:
 
 
 def check_marks(section: Section, prefix: str, report: Report) -> None:
-    """Report each key declared by `only` whose value is not allowed. `prefix` precedes the section's keys in messages:
-    the section's dotted key and a dot."""
+    """Report each key declared by `only` whose value is not allowed. `prefix`, the section's dotted key and a dot,
+    precedes the keys in messages."""
     if section.is_switched and not section.enabled:
         return
     for name, info in type(section).model_fields.items():
@@ -394,7 +393,7 @@ def _fold_aliases(cls: type[Section], data: dict[str, object], report: Report) -
 
 def walk(data: dict[str, object], dotted: str, make_sections: bool = False) -> tuple[dict[str, object] | None, str]:
     """Return (mapping, last part of `dotted`): the mapping inside `data` that contains, or would contain, the key
-    `dotted`. The mapping is None if a section above the key is missing; with `make_sections`, missing sections are
+    `dotted`. If a section above the key is missing, the mapping is None, or with `make_sections` the section is
     created."""
     *sections, name = dotted.split(".")
     node: object = data
@@ -432,7 +431,7 @@ class Entry:
     """The definition of one name of a `Table`.
 
     Attributes:
-        target: the object that the name stands for, or `package.module:Name`, from which `load` imports it."""
+        target: the object with this name, or `package.module:Name`, from which `load` imports it."""
 
     target: object
 
@@ -502,8 +501,7 @@ def add_keys(section: type[BaseModel], keys: Mapping[str, FieldInfo]) -> None:
 
 
 def rebuild(section: type[BaseModel]) -> None:
-    """Make pydantic rebuild the validators of a section and of every section that contains it, after its keys have
-    changed."""
+    """Rebuild pydantic's validators of a section and of all sections that contain it, after its keys have changed."""
     own_keys.cache_clear()
     level, done = _below(section), set()
     while level:

@@ -22,8 +22,7 @@ RepositoryName = Annotated[str, AfterValidator(repository_name)]
 
 
 class CheckpointingConfig(Section):
-    """Settings for writing, keeping and resuming checkpoints. A checkpoint contains a model folder in Hugging Face
-    format."""
+    """Settings of writing, keeping and resuming checkpoints. Each has a model folder in Hugging Face format."""
 
     enabled: bool = key(True, "Write checkpoints.")
     checkpoint_dir: Text = "results/grpo"
@@ -52,7 +51,6 @@ class CheckpointingConfig(Section):
     ft_keep_latest_k: Positive | None = None
     """Number of newest checkpoints to keep in addition to those of keep_top_k. null: none."""
     ft_save_period: Positive | None = None
-    """Number of steps between additional checkpoints. keep_top_k does not count them; ft_keep_latest_k does. null:
-    none."""
+    """Number of steps between additional checkpoints: ft_keep_latest_k counts them, keep_top_k does not. null: none."""
     model_save_format: Literal["safetensors"] | None = "safetensors"
     """File format of the weights. safetensors is the only one; null means the same."""

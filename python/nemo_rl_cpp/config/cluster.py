@@ -76,8 +76,7 @@ class ClusterConfig(Section):
     timeout of a call to an environment."""
 
     def note_beside_training(self) -> None:
-        """Record that rollouts overlap with training. The executor `auto` then starts two processes: one trains, one
-        generates."""
+        """Record that rollouts overlap with training: `auto` then starts one process to train and one to generate."""
         self._beside_training = True
 
     @property

@@ -78,8 +78,7 @@ QUICK_DATASETS = ("arithmetic", "reverse_digits", "guess_number", "python_functi
 
 
 def takes(dataset_name: str, key: str) -> bool:
-    """Return whether a dataset accepts `key`, a key that `DatasetConfig` does not have. A user's class accepts any
-    key."""
+    """Return whether a dataset accepts `key`, which `DatasetConfig` does not have. A user's class accepts any key."""
     return is_dotted(dataset_name) or key in dataset_keys().get(DATASET_ALIASES.get(dataset_name, dataset_name), ())
 
 
@@ -129,8 +128,7 @@ class DatasetConfig(DatasetDefaults):
     """Settings of one dataset. Further keys depend on dataset_name."""
 
     split_validation_size: HeldOut = None
-    """Part of the dataset that is held out for validation: a fraction below 1, or a number of samples. null or 0:
-    none."""
+    """Part of the dataset held out for validation: a fraction below 1, or a number of samples. null or 0: none."""
     seed: Int | None = key(None, "Random seed for the validation split and for generated data.")
 
 
@@ -156,8 +154,7 @@ class DataConfig(Section):
     """Use a separate data loader for each dataset. These loaders repeat their data without end, so max_num_epochs has
     no effect: set max_num_steps."""
     num_prompts_per_dataloader: Positive | None = None
-    """With use_multiple_dataloader: number of prompts that a step takes from one loader. null: all prompts of the
-    step."""
+    """With use_multiple_dataloader: number of prompts that a step takes from one loader. null: all of the step's."""
     custom_dataloader: str | None = None
     """With use_multiple_dataloader: your own function, module.name, that chooses the prompts of a step. It takes
     (data_iterators, dataloaders) and returns (next prompts, data_iterators). It must not keep state, because
@@ -194,7 +191,7 @@ class EvalDataConfig(DatasetConfig):
 
 def too_few_rows(rows: int, batch_size: int, section: str) -> str | None:
     """Return the error message for a data set with fewer rows than a batch, or None if there are enough. `section` is
-    that of num_prompts_per_step."""
+    the configuration section with the key num_prompts_per_step."""
     if rows >= batch_size:
         return None
     return (
@@ -204,23 +201,21 @@ def too_few_rows(rows: int, batch_size: int, section: str) -> str | None:
 
 
 def other_rows(rows: int, before: int) -> str | None:
-    """Return the error message for a run whose data has `rows` rows and that resumes from a checkpoint whose data had
-    `before`, or None if they are equal. The checkpoint's position in the data then stands at other rows."""
+    """Return the error message for data of `rows` rows if the checkpoint to resume from was written with `before` rows,
+    because its position in the data is then wrong. Return None if the numbers are equal."""
     return (
         None if rows == before else f"has {rows} rows, not {before}, so this is another run than that of the checkpoint"
     )
 
 
 def environments_of_training(data: DataConfig) -> set[str | None]:
-    """Return the names of the environments of the training datasets. The name is None for a dataset without
-    environment."""
+    """Return the names of the training datasets' environments, with None for a dataset without environment."""
     default = data.default.env_name if data.default is not None else None
     return {each.env_name or default for _, each in datasets_of(data.train, "data.train")}
 
 
 def datasets_of(value: DatasetConfig | list[DatasetConfig] | None, dotted: str) -> list[tuple[str, DatasetConfig]]:
-    """Return (dotted key, dataset) for the dataset `value`, or for each dataset if `value` is a list. `dotted` is the
-    key of `value`."""
+    """Return (dotted key, dataset) for the dataset `value`, or for each in the list `value`. `dotted` is its key."""
     if value is None:
         return []
     if isinstance(value, list):

@@ -61,8 +61,8 @@ class OnPolicyDistillationConfig(Section):
 
     @property
     def default_teacher(self) -> str | None:
-        """The key in teacher_model_by_agent_name whose teacher scores the tasks that have no key there; None if no
-        teacher scores such tasks."""
+        """The key in teacher_model_by_agent_name of the teacher for tasks without a key there; None: they have no
+        teacher."""
         names = list(self.teacher_model_by_agent_name)
         if self.strict_agent_name_match:
             return None
@@ -87,14 +87,13 @@ class TeacherConfig(Section):
 
     @property
     def is_outside(self) -> bool:
-        """Whether the teacher's scores are computed by a server or by transformers, rather than by the native core in
-        the policy's process."""
+        """Whether a server or transformers, not the native core in the policy's process, computes the teacher's
+        scores."""
         return self.base_url is not None or self.backend != "native"
 
 
 class DistillationLossConfig(ClippedPGLossConfig):
-    """Settings of the loss of a distillation run: a divergence between policy and teacher, applied as a policy-gradient
-    loss."""
+    """Settings of a distillation run's loss: a divergence between policy and teacher, as a policy-gradient loss."""
 
     reference_policy_kl_penalty: NonNegative = 0.0
     kl_type: Literal["reverse", "forward", "mixed", "jensen"] = "reverse"
@@ -127,8 +126,7 @@ class DistillationConfig(LoopConfig):
     val_batch_size: Positive | None = 64
     max_val_samples: Positive | None = 512
     topk_logits_k: Positive | None = None
-    """Number of most likely tokens on which teacher and student are compared at each position. null: the sampled token
-    alone."""
+    """Number of most likely tokens per position on which teacher and student are compared. null: the sampled token."""
     topk_of: Literal["teacher", "student"] = "teacher"
     """With topk_logits_k: whether the tokens compared are the teacher's or the student's most likely ones."""
     advantage_clip_low: Real | None = key(None, "Lower bound of the advantages. null: none.")
@@ -221,8 +219,7 @@ class SFTLossConfig(ClippedPGLossConfig):
 
 
 class SFTConfig(OnePassLoop):
-    """Settings of the training loop of supervised fine-tuning. Each step trains on policy.train_global_batch_size rows
-    of the dataset."""
+    """Settings of supervised fine-tuning's loop. Each step trains on policy.train_global_batch_size rows."""
 
     section_name: ClassVar[str] = "sft"
     max_num_steps: Positive = 60

@@ -12,8 +12,7 @@ class VerifierPoolConfig(Section):
 
     num_workers: Positive = key(1, "Number of verifier processes.")
     verifier_deadline_s: Real = key(5.0, gt=0)
-    """Time limit in seconds for verifying one response. After it, the verifier is killed and the response gets reward
-    0."""
+    """Time limit in seconds for verifying one response. Then the verifier is killed, and the response gets reward 0."""
     verifier_memory_mb: Positive | None = key(2048, "Memory limit of a verifier process in MB. null: no limit.")
     max_answer_chars: Positive = 1_000_000
     """Maximum length in characters of a response that is verified. Longer responses get reward 0."""

@@ -134,8 +134,7 @@ KINDS = {
 
 
 def unknown_key(dotted: str, model: type[Section]) -> str:
-    """Return the error message for the key `dotted`, which is not in the schema. The message suggests a similar known
-    key if there is one."""
+    """Return the error message for the unknown key `dotted`, which suggests a similar known key if there is one."""
     parent, _, name = dotted.rpartition(".")
     if (right := _DEAD.get(name)) is not None:
         return f"is read by nothing, in NeMo RL neither; the key that works is {right}; remove it"
@@ -258,8 +257,8 @@ _EXPECTED = {
 
 
 def explained(message: str) -> str:
-    """Return `message`, an error of the YAML reader that begins with its file and line. If that line contains a tab,
-    return a message about the tab instead."""
+    """Return `message`, an error of the YAML reader that begins with file and line; if that line contains a tab, return
+    a message about the tab instead."""
     place = re.match(r"(?P<file>[^\n]*?):(?P<line>\d+): ", message)
     if place is None or not Path(place["file"]).is_file():
         return message

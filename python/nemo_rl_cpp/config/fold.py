@@ -1,5 +1,5 @@
-"""Folding: a run prints a line if it uses fewer devices, or another engine, than its configuration file was written
-for.
+"""Folding: running a configuration on fewer devices, or with another engine, than it was written for. The run prints a
+line that says so.
 
 The number of devices and the sharding of a model do not change the result, because gradients are sums over the tokens
 of a batch. The engine is an implementation detail. Settings that change results, such as quantisation, are never

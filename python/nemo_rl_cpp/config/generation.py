@@ -9,8 +9,7 @@ from pydantic import ConfigDict, Field
 from .base import DTYPES, Int, Positive, Real, Section, StopStrings, StopTokenIds, Temperature, Text, TopP, key, section
 
 FOREIGN_ENGINES = ("vllm", "sglang", "megatron", "trtllm", "dynamo")
-"""Engines of NeMo RL in policy.generation.backend. The trainer's own engine replaces them, because results do not
-depend on the engine."""
+"""Engines of NeMo RL. The trainer's own engine replaces them, because results do not depend on the engine."""
 
 _FOLDED = "Parallelism of the engine. A run uses one device instead, with the same results (cluster.strict_sizes)."
 
@@ -36,8 +35,7 @@ class VllmConfig(Section):
     policy.generation.max_model_len."""
     precision: str | None = None
     """With python: the dtype that vLLM computes in; null: policy.precision. With server_url: the dtype that the server
-    must have; null: any. Otherwise the engine computes in policy.precision. fp8 and other quantised types are
-    errors."""
+    must have; null: any. Otherwise policy.precision is used. Quantised types such as fp8 are errors."""
     kv_cache_dtype: str = "auto"
     """Accepted without effect, because NeMo RL's files contain it. The dtype of the KV cache is policy.precision; fp8
     and other quantised types are errors."""
@@ -64,15 +62,13 @@ class VllmConfig(Section):
 
 
 class ResourcesConfig(Section):
-    """Settings of the workers that only generate and do not train: how many there are. Used if generation is not
-    colocated."""
+    """Settings of the workers that only generate, used if generation is not colocated: how many there are."""
 
     gpus_per_node: Positive | None = None
     """With cluster.num_nodes 1: number of workers that only generate. With several nodes it must be null or
     cluster.gpus_per_node."""
     num_nodes: Positive | None = None
-    """With cluster.num_nodes above 1: number of nodes whose workers only generate. With one node it must be null or
-    1."""
+    """With cluster.num_nodes above 1: number of nodes whose workers only generate. With one node: null or 1."""
 
 
 class ColocatedConfig(Section):
@@ -113,8 +109,7 @@ class HttpServerConfig(Section):
     """Address that the server listens on. With 127.0.0.1 it can be reached from this machine only."""
     port: Int = key(0, "Port of the server. 0: a free port, which is printed.", ge=0, le=65535)
     api_key_variable: str | None = None
-    """Environment variable with the API key that requests must carry. null: a new key for each run, which agents
-    receive."""
+    """Environment variable with the API key of requests. null: a new key for each run, which agents receive."""
     max_queue: Positive = 1024
     """Maximum number of requests that are running or waiting. Further requests get status 503."""
     max_batch_size: Positive = key(64, "Maximum number of responses that the server generates at the same time.")
@@ -139,8 +134,7 @@ class GenerationConfig(Section):
     """Nucleus sampling: sample from the most likely tokens whose probabilities add up to top_p. Training computes
     log-probabilities with the same filter. 1: off."""
     top_k: Int | None = key(None, ge=-1)
-    """Sample from the k most likely tokens. Training computes log-probabilities with the same filter. null or -1:
-    off."""
+    """Sample from the k most likely tokens. Training's log-probabilities have the same filter. null or -1: off."""
     val_temperature: Temperature | None = key(None, "Sampling temperature in validation. null: temperature.")
     val_top_p: TopP | None = key(None, "top_p in validation. null: top_p.")
     val_top_k: Int | None = key(None, "top_k in validation. null: top_k.", ge=-1)
@@ -190,8 +184,7 @@ class EvalVllmConfig(VllmConfig):
 
 
 class EvalGenerationConfig(GenerationConfig):
-    """Settings of generation in an evaluation. The section also selects the model and the number of prompts per
-    batch."""
+    """Settings of generation in an evaluation, including its model and the number of prompts per batch."""
 
     model_name: Text
     """Model: a local folder, a GGUF file, a checkpoint of a run (step_N), a packaged model, or a name on the Hugging

@@ -252,8 +252,8 @@ _REFERENCE = re.compile(r"\$\{\s*(\.*)([A-Za-z_][\w.]*)\s*\}")  # ${section.key}
 def _without_consequences(
     problems: Sequence[Problem], file: Path, positions: Mapping[str, str], model: type[Section]
 ) -> list[Problem]:
-    """Return `problems`, those of values, without those of values that are interpolated (`${key}`) from another such
-    value. `positions` are the places at which keys are set."""
+    """Return `problems` without those of keys whose values are interpolated (`${key}`) from another key in `problems`.
+    `positions` maps keys to the places that set them."""
     tree, canonical = _config.load_file(str(file), folders=parent_folders()), dict(model.aliases())
     wrong = {problem.key for problem in problems}
 
@@ -331,8 +331,7 @@ def _repair(data: dict[str, object], error: ErrorDetails) -> None:
 
 
 def _remove(node: object, location: Sequence[str]) -> None:
-    """Remove the value at `location` (keys and list indices) from `node` in place. If it is an element of a list,
-    remove the whole list."""
+    """Remove the value at `location` (keys and list indices) from `node` in place; for a list's element, the list."""
     if not isinstance(node, dict) or not location or location[0] not in node:
         return
     name, *rest = location
@@ -346,8 +345,8 @@ def _remove(node: object, location: Sequence[str]) -> None:
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """Return the kind of run of a configuration file (a key of `LOADERS`), derived from its sections. Raise ConfigError
-    if the file is not found or cannot be read."""
+    """Return the kind of run (a key of `LOADERS`) that a file's sections show. Raise ConfigError if it cannot be
+    read."""
     file = find_config(path)
     try:
         data = _config.load_file(str(file), folders=parent_folders())
@@ -360,8 +359,7 @@ def kind_of(path: str | os.PathLike[str]) -> str:
 
 
 def config_folders() -> list[Path]:
-    """Return the folders with shipped configurations. In a checkout of the repository, its `configs/` comes before the
-    package's."""
+    """Return the folders with shipped configurations. In a checkout, the repository's `configs/` comes first."""
     root = PACKAGE.parents[1]
     is_checkout = (root / "pyproject.toml").is_file() and (root / "configs").is_dir()
     return ([root / "configs"] if is_checkout else []) + [PACKAGE / "configs"]

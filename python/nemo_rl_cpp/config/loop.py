@@ -216,8 +216,7 @@ class LoopConfig(OnePassLoop):
     """Do not train on truncated responses. Their rewards still count in the statistics of their group, see
     grpo.masked_reward_policy."""
     use_dynamic_sampling: bool = False
-    """Train only on groups whose rewards are not all equal. More prompts are generated until a step has enough such
-    groups."""
+    """Train only on groups whose rewards differ. More prompts are generated until a step has enough such groups."""
     dynamic_sampling_max_gen_batches: Positive = 10
     """With use_dynamic_sampling: number of batches that may be generated for one step before the run ends with an
     error. Alias: max_num_gen_batches."""
@@ -229,15 +228,15 @@ class LoopConfig(OnePassLoop):
     skip_reference_policy_logprobs_calculation: bool = False
     """Do not load a reference model. loss_fn.reference_policy_kl_penalty must then be 0."""
     seq_logprob_error_threshold: NonNegative | None = None
-    """Do not train on a response if its mean multiplicative error between the log-probabilities of generation and
+    """Do not train on a response whose mean multiplicative error between the log-probabilities of generation and
     training is above this value. null: no limit."""
     reward_scaling: RewardScalingConfig = section(RewardScalingConfig)
     reward_shaping: RewardShapingConfig = section(RewardShapingConfig)
 
     @property
     def prompts_per_round(self) -> int:
-        """The number of prompts generated at a time: num_prompts_per_step, times batch_multiplier with dynamic
-        sampling."""
+        """The number of prompts generated at a time: num_prompts_per_step, with dynamic sampling times
+        batch_multiplier."""
         factor = self.batch_multiplier if self.use_dynamic_sampling else 1
         return int(self.num_prompts_per_step * factor)
 
@@ -334,8 +333,7 @@ class GRPOConfig(LoopConfig):
     """Rollouts of agents: advantage of the tokens of a response with `<think>` or `</think>` in its answer, or, if it
     has no answer, with one of these tags several times in its reasoning. null: as the estimator computes."""
     length_penalty: LengthPenaltyConfig | None = None
-    """Bonuses and penalties for length within each group, applied before reward_scaling and reward_shaping. null:
-    none."""
+    """Length bonuses and penalties within each group, applied before reward_scaling and reward_shaping. null: none."""
     adv_estimator: AdvEstimatorConfig = section(AdvEstimatorConfig)
     async_grpo: AsyncGRPOConfig | None = section(AsyncGRPOConfig)
 
@@ -369,8 +367,7 @@ class AsyncPPOConfig(AsyncConfig):
 
 
 class GAEConfig(EstimatorConfig):
-    """Settings of the advantage estimator of PPO: generalised advantage estimation, raw rewards, teachers, or your
-    own."""
+    """Settings of PPO's advantage estimator: generalised advantage estimation, raw rewards, teachers, or your own."""
 
     name: PPOEstimator = "gae"
     """Advantage estimator. gae: generalised advantage estimation, with a critic. raw_reward: the reward is the
@@ -409,8 +406,7 @@ class PPOConfig(LoopConfig):
     val_at_start: bool = True
     skip_reference_policy_logprobs_calculation: bool = True
     ppo_epochs: Positive = 4
-    """Number of passes of the policy over each batch of rollouts. Also of the critic, unless critic_ppo_epochs is
-    set."""
+    """Number of passes of the policy over each batch of rollouts, and of the critic unless critic_ppo_epochs is set."""
     critic_ppo_epochs: Positive | None = None
     """Number of passes of the critic over each batch of rollouts. null: ppo_epochs."""
     policy_training_start_step: Count = key(0, "Number of steps at the start of the run that train only the critic.")

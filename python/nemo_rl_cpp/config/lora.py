@@ -73,8 +73,7 @@ class Adapters(Section):
     experts gate_proj, up_proj and down_proj are those of the shared expert, and experts are all experts. []: all except
     exclude_modules, experts, and out_proj of Mamba-2."""
     exclude_modules: list[str] = []
-    """With match_all_linear false, instead of target_modules: matrices that get no adapter. Names as in
-    target_modules."""
+    """With match_all_linear false and no target_modules: matrices without adapters, named as in target_modules."""
     dim: Positive = key(8, "Rank of the adapters.")
     alpha: Positive = key(32, "Scale of the adapters: the product B A is multiplied by alpha / dim.")
     merge: bool = True
@@ -118,7 +117,7 @@ class PeftConfig(Adapters):
 def matches(pattern: str, module: str) -> bool:
     """Return whether a pattern of `target_modules` matches the name of a module, such as
     model.layers.0.self_attn.q_proj. A pattern is the whole name, the last parts of the name (q_proj), or the whole name
-    with * as a wildcard for any text. Nemotron-H's checkpoints call `model` `backbone`."""
+    with * as a wildcard for any text. It may begin with `backbone`, Nemotron-H's name for `model`."""
     pattern = re.sub(r"^backbone\.", "model.", pattern)
     if module == pattern or module.endswith(f".{pattern}"):
         return True
@@ -178,8 +177,7 @@ class LayerKinds:
         return cls(len(native["layers"]), fused, recurrent, *is_latent, *with_experts, mlps)
 
     def matrices(self, layer: int) -> Iterator[str]:
-        """Yield the names of a layer's matrices (keys of MATRICES) that may have an adapter, in the order of the
-        parameters."""
+        """Yield the names (keys of MATRICES) of a layer's matrices that may have an adapter, in parameter order."""
         missing = {name for parts in FUSED.values() for name in parts} if self.fused else set(FUSED)
         missing |= {"k_proj", "v_proj"} if self.latent else {"kv_a_proj_with_mqa", "kv_b_proj"}
         missing |= {"q_proj"} if self.latent_queries else {"q_a_proj", "q_b_proj"}

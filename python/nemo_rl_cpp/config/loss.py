@@ -71,21 +71,18 @@ class ClippedPGLossConfig(Section):
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence per token: k1, k2 or k3."""
     kl_input_clamp_value: Real | None = key(20.0, gt=0)
-    """Clamp the log-ratio of policy and reference model to plus or minus this value before the KL is computed. null: no
-    limit."""
+    """Clamp the log-ratio of policy and reference model to plus or minus this before computing the KL. null: off."""
     kl_output_clamp_value: Real | None = key(10.0, gt=0)
     """Clamp the KL of a token to plus or minus this value. null: no limit."""
     use_kl_in_reward: bool = key(False, "Subtract the KL from the reward instead of adding it to the loss.")
     ratio_clip_min: NonNegative = key(0.2, "The probability ratio is clipped below at 1 - ratio_clip_min.")
     ratio_clip_max: NonNegative = 0.2
-    """The probability ratio is clipped above at 1 + ratio_clip_max. A value above ratio_clip_min is DAPO's
-    clip-higher."""
+    """The probability ratio is clipped above at 1 + ratio_clip_max. Above ratio_clip_min it is DAPO's clip-higher."""
     ratio_clip_c: Real | None = None
     """Dual clipping: upper bound of the ratio for tokens with a negative advantage. It must be above 1, and is usually
     3. null: off."""
     token_level_loss: bool = True
-    """true: mean over all tokens of the batch. false: mean over the tokens of each sequence, then mean over the
-    sequences."""
+    """true: mean over all tokens of the batch. false: mean over the sequences of the mean over their tokens."""
     loss_agg_mode: (
         Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None
     ) = None
@@ -133,8 +130,7 @@ class ClippedPGLossConfig(Section):
     """Use the log-probabilities reported by generation as those of the old policy in the ratio. false: those that a
     forward pass before training computes."""
     entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus: the mean entropy of the policy times this weight is subtracted from the loss. 0:
-    off."""
+    """Weight of the entropy bonus: this times the mean entropy of the policy is subtracted from the loss. 0: off."""
     top_entropy_quantile: Fraction = key(1.0, gt=0)
     """Fraction of the step's tokens, those with the highest entropy, that keep their advantage. 1: all tokens."""
     score_centering_k: Positive | None = None

@@ -55,8 +55,7 @@ class MasterConfig(Section):
     _environment: dict[str, str] = PrivateAttr(default_factory=dict)
 
     positions = property(attrgetter("_positions"))
-    """{dotted key: place ("file.yaml:line" or "override '...'")} for each key that a file or the command line
-    sets."""
+    """{dotted key: place ("file.yaml:line" or "override '...'")} of each key that a file or the command line sets."""
 
     environment_texts = property(attrgetter("_environment"))
     """{value of an environment variable: "${oc.env:NAME}"} for each variable that was read. In saved configurations
@@ -76,8 +75,7 @@ class MasterConfig(Section):
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
-        """Return every dotted key that a configuration may have, including the keys of all datasets and
-        environments."""
+        """Return every dotted key that a configuration may have, with the keys of all datasets and environments."""
         found = set(own_keys(cls))
         for name, inner in environment_sections().items():
             found.update(f"env.{name}.{key}" for key in own_keys(inner))
@@ -93,7 +91,7 @@ class MasterConfig(Section):
         """Set keys that are null and whose default depends on other keys."""
 
     _check_together: ClassVar[Callable[..., None]]
-    """Report settings that do not fit together: a method (report)."""
+    """The method (report) that reports settings which do not fit together."""
 
     def check_rules(self, report: Report) -> None:
         """Call `fill_defaults`, then report unsupported settings and settings that do not fit together."""

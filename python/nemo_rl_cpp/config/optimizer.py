@@ -43,8 +43,8 @@ class AdamWConfig(Section):
     """dtype of the second moment. bfloat16 takes 2 bytes per weight, uint8 (which exp_avg_dtype must then have, too)
     takes 1. Both are rounded stochastically."""
     store_param_remainders: bool = False
-    """Store of a master weight only what its bfloat16 weight lacks, 16 bits, instead of all of float32: 2 bytes per
-    weight less. For full training by the native backend in bfloat16; others have no such copies."""
+    """Store only the 16 bits of a float32 master weight that its bfloat16 weight lacks: 2 bytes per weight less. For
+    full training by the native backend in bfloat16; others have no such copies."""
 
 
 class OptimizerKwargs(AdamWConfig):
@@ -62,8 +62,7 @@ class OptimizerConfig(Section):
     name: Annotated[
         Literal["torch.optim.AdamW"], BeforeValidator(lambda name: "torch.optim.AdamW" if name == _FUSED else name)
     ] = "torch.optim.AdamW"
-    """Optimizer. AdamW is the only one. The name of Transformer Engine's FusedAdam is read as AdamW: it has the same
-    formula."""
+    """Optimizer: AdamW. Transformer Engine's FusedAdam is read as AdamW, because its formula is the same."""
     kwargs: OptimizerKwargs = key(None, "Arguments of the optimizer.", validate_default=True)
 
     @model_validator(mode="before")
@@ -129,8 +128,7 @@ class MegatronSchedulerConfig(Section):
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
     """Shape of the learning rate's decay after the warm-up."""
     lr_decay_iters: Positive | None = 1000
-    """Step at which the learning rate reaches min_lr. null: the last step of the run (max_num_steps or
-    max_num_epochs)."""
+    """Step at which the learning rate reaches min_lr. null: the run's last (by max_num_steps or max_num_epochs)."""
     lr_warmup_iters: Count = key(13, "Number of linear warm-up steps.")
     lr_warmup_init: NonNegative = key(5e-7, "Learning rate at the start of the warm-up.")
     start_weight_decay: NonNegative | None = key(None, "Weight decay at the start. null: optimizer.weight_decay.")
@@ -153,7 +151,7 @@ class OptimizerSettings:
 
     @property
     def master_bytes(self) -> float:
-        """The number of bytes per weight that are kept beside its bfloat16 value."""
+        """The number of bytes per weight that are kept in addition to its bfloat16 value."""
         return 2.0 if self.store_param_remainders else 4.0
 
     @property
@@ -298,8 +296,8 @@ class MegatronConfig(Section):
     then computed for each response, so that every token counts. 0: biases keep their values."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
     """Loss that balances the experts of softmax routers (native backend). seq_aux_loss: Megatron's, over each sequence.
-    aux_loss: the same; Megatron computes it over each micro-batch, on which it must not depend here. Shared prompts are
-    then computed for each response. moe/load_balancing_loss reports it; 1 is balanced."""
+    aux_loss: the same, because results here do not depend on micro-batches, over which Megatron computes it. Shared
+    prompts are then computed for each response. moe/load_balancing_loss reports it; 1 is balanced."""
     moe_aux_loss_coeff: NonNegative | None = None
     """Weight of the loss that moe_router_load_balancing_type selects: a mean over the sequences of a global batch,
     summed over the layers. null: router_aux_loss_coef of the model's config.json."""

@@ -54,9 +54,8 @@ class LengthPenaltyParams(Section):
     profiled_length_min_samples: Positive = 2
     """Minimum number of profiled_rewards above 0. A prompt with fewer gets no profiled_length_penalty."""
     pass_rate_length_penalty_weight: NonNegative = 0.0
-    """Weight w of a penalty for long responses to easy prompts. The amount w * (fraction of correct responses in the
-    group) * (length / length of the longest correct response) is subtracted from the reward of each correct
-    response."""
+    """Weight w of a penalty for long responses to easy prompts: w * (fraction of correct responses in the group) *
+    (length / length of the longest correct response) is subtracted from each correct response's reward."""
     profile_band_total: bool = key(False, "Multiply the reward by the factor of the band `total` of profile_band.")
     profile_band_reasoning: bool = False
     """Multiply the reward by the factor of the band `reasoning` of profile_band."""
@@ -140,11 +139,9 @@ class RewardPenaltyTokenIds(Section):
 
     unwanted: list[Int] = key([], "penalize_unwanted_tokens: token ids that a response must not contain.")
     think_open: Int | None = None
-    """penalize_malformed_think_tag: id of the token `<think>`. null: the tokenizer's id, if the tag is a single
-    token."""
+    """penalize_malformed_think_tag: id of `<think>`. null: the tokenizer's id, if the tag is a single token."""
     think_close: Int | None = None
-    """penalize_malformed_think_tag: id of the token `</think>`. null: the tokenizer's id, if the tag is a single
-    token."""
+    """penalize_malformed_think_tag: id of `</think>`. null: the tokenizer's id, if the tag is a single token."""
 
     @model_validator(mode="after")
     def _check(self) -> RewardPenaltyTokenIds:

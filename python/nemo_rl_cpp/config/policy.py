@@ -77,16 +77,13 @@ class DynamicBatchingConfig(TokenBudget):
 
 
 class SequencePackingConfig(TokenBudget):
-    """Settings of sequence packing: sequences are concatenated to micro-batches without padding, up to a token
-    budget."""
+    """Settings of sequence packing: micro-batches of concatenated sequences without padding, up to a token budget."""
 
     enabled: bool = key(True, "Pack sequences.")
     algorithm: PackingAlgorithm = "modified_first_fit_decreasing"
-    """Bin-packing algorithm that assigns sequences to micro-batches. With share_prompt_prefix it assigns whole
-    groups."""
+    """Bin-packing algorithm that assigns sequences, or with share_prompt_prefix whole groups, to micro-batches."""
     microbatch_order: Literal["packer", "largest_first"] | None = "packer"
-    """Order of the micro-batches. packer or null: by their first sequence. largest_first: by their number of tokens,
-    largest first."""
+    """Order of the micro-batches. packer or null: by their first sequence. largest_first: most tokens first."""
 
 
 class DraftConfig(Section):
@@ -116,8 +113,7 @@ Backend = Literal["native", "hf"]
 
 
 class TrainedModelConfig(Section):
-    """The base class of the sections `policy` and `value`, with the keys that they share: batch sizes, precision,
-    optimizer, backend sections."""
+    """The base class of the sections `policy` and `value`, with the keys that they share, such as batch sizes."""
 
     spellings = {
         "automodel_cfg": "dtensor_cfg",
@@ -217,8 +213,7 @@ class TrainedModelConfig(Section):
 
     @property
     def router_bias_update_rate(self) -> float:
-        """The value of megatron_cfg's key for the update rate of router biases if megatron_cfg is enabled, otherwise
-        0."""
+        """The value of megatron_cfg.moe_router_bias_update_rate if megatron_cfg is enabled, otherwise 0."""
         return self.megatron_cfg.moe_router_bias_update_rate if self.megatron_cfg.enabled else 0.0
 
     @property
@@ -227,8 +222,7 @@ class TrainedModelConfig(Section):
         return self.megatron_cfg.enabled and self.megatron_cfg.freeze_moe_router
 
     def effective_optimizer(self) -> OptimizerSettings:
-        """Return the settings of AdamW, from megatron_cfg.optimizer if megatron_cfg is enabled, otherwise from
-        `optimizer`."""
+        """Return AdamW's settings: megatron_cfg.optimizer if megatron_cfg is enabled, otherwise `optimizer`."""
         if self.megatron_cfg.enabled:
             given = self.megatron_cfg.optimizer
             betas, eps = (given.adam_beta1, given.adam_beta2), given.adam_eps
@@ -263,7 +257,7 @@ class TrainedModelConfig(Section):
         return f"{section}.dtensor_cfg.tensor_parallel_size"
 
     def effective_max_grad_norm(self) -> float | None:
-        """Return the maximum global norm of the gradient, from the section of the enabled backend; None: no
+        """Return the maximum global norm of the gradient, as the enabled backend's section sets it; None: no
         clipping."""
         return (self.megatron_cfg.optimizer.clip_grad if self.megatron_cfg.enabled else self.max_grad_norm) or None
 

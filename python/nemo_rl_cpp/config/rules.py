@@ -40,7 +40,7 @@ _GYM_SWITCHES = ("should_use_nemo_gym", "should_log_nemo_gym_responses", "should
 
 
 def sound_environments(env: EnvConfigs, report: Report) -> bool:
-    """Report mistakes in the section `env`. Return whether it has none. Other rules read the section only then."""
+    """Report mistakes in the section `env`. Return whether it has none, so that other rules may read it."""
     check_env(env, report)
     for name, section in env.items():
         if section is not None and not isinstance(section, Mapping) and name not in _GYM_SWITCHES:
@@ -339,7 +339,7 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
 
 
 def check_data(data: DataConfig, env: EnvConfigs, turns: int, turns_key: str, report: Report) -> None:
-    """Report mistakes in the datasets of training. `turns` is the value of max_rollout_turns, `turns_key` its dotted
+    """Report mistakes in the training datasets. `turns` is the value of max_rollout_turns, `turns_key` its dotted
     key."""
     check_env(env, report)
     if data.train is None or data.train == []:
@@ -398,8 +398,7 @@ def _check_dataset(dataset: DatasetConfig, dotted: str, report: Report, default:
 
 
 def _is_known(name: str, dotted: str, report: Report) -> bool:
-    """Return whether `name` is a known dataset or a user's class. If it is not, report a mistake of the key
-    `dotted`.dataset_name."""
+    """Return whether `name` is a known dataset or a user's class; if not, report `dotted`.dataset_name."""
     if name in DATASET_REGISTRY or name in DATASET_ALIASES or is_dotted(name):
         return True
     names = [*DATASET_REGISTRY, *DATASET_ALIASES]

@@ -121,8 +121,7 @@ def check_offload(config: TrainMasterConfig, report: Report) -> None:
 
 
 def check_quantized_run(config: TrainMasterConfig, report: Report) -> None:
-    """Report `quantization` if it is combined with a GPU, tensor parallelism, or engines that have their own
-    weights."""
+    """Report `quantization` with a GPU, with tensor parallelism, or with engines that have their own weights."""
     policy = config.policy
     for name, model in config.trained_models().items():
         if model.quantization is None:
@@ -356,8 +355,7 @@ def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
 
 
 def _refuse_gguf(model: str | None, key: str, engine: str, report: Report) -> None:
-    """Report the model `model` if it is a GGUF file and the value of the configuration key `engine` is not native.
-    `key` is the key that names the model."""
+    """Report the model `model`, the value of `key`, if it is a GGUF file and the key `engine` is not native."""
     if model is not None and model.endswith(".gguf"):
         text = f"is a GGUF file, which only native reads: set {engine} to native, or name a folder with safetensors"
         report.add(key, text, engine)

@@ -24,8 +24,7 @@ Count = Tensor | float | None  # of samples or tokens in the global batch; None:
 
 
 class LossType(enum.Enum):
-    """The number by which the sum of a loss is divided: that of the valid tokens, or of the valid sequences, in the
-    global batch."""
+    """The divisor of the sum of a loss: the number of valid tokens, or of valid sequences, in the global batch."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
@@ -103,9 +102,9 @@ class ClippedPGLossFn:
         self.reference_policy_kl_penalty = 0 if cfg.use_kl_in_reward else cfg.reference_policy_kl_penalty
         self.loss_type = LossType.TOKEN_LEVEL if cfg.token_level_loss else LossType.SEQUENCE_LEVEL
         self.takes_candidates = cfg.score_centering_k is not None
-        """whether the loss needs `curr_candidates` and `candidate_old_logprobs` in the data"""
+        """Whether the loss needs `curr_candidates` and `candidate_old_logprobs` in the data."""
         self.takes_entropies = cfg.entropy_coef > 0
-        """whether the loss needs `curr_entropies`, the entropies of the current policy, in the data"""
+        """Whether the loss needs `curr_entropies`, the entropies of the current policy, in the data."""
         self._old_logprobs = "generation_logprobs" if cfg.bypass_mode else "prev_logprobs"
 
     def __getattr__(self, name: str) -> object:
@@ -149,7 +148,7 @@ class ClippedPGLossFn:
         )
 
     def _fixed_length(self) -> float:
-        """Return the divisor of a sequence's summed token losses; 0: its length."""
+        """Return the divisor of the sum of a sequence's token losses; 0 means the sequence's length."""
         if self.loss_agg_mode == "seq-mean-token-sum":
             return 1.0
         if self.loss_agg_mode != "seq-mean-token-sum-norm":

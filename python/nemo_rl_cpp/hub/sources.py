@@ -419,8 +419,8 @@ def _convert(source: Path, folder: Path) -> None:
 
 
 def find_policy_weights(name: str) -> str:
-    """Return the folder of the policy's weights if `name` is a checkpoint (`step_N`) or a folder of checkpoints;
-    otherwise return `name`.
+    """Return the folder of the policy's weights if `name` is a checkpoint (`step_N`), its folder `policy`, or a folder of
+    checkpoints; otherwise return `name`.
 
     Of several checkpoints, use the newest whose weights have the sizes in its manifest. Warn about newer ones, which
     may be unfinished copies. If no checkpoint has such weights, use the newest, so that reading it reports what is
@@ -438,8 +438,8 @@ def find_policy_weights(name: str) -> str:
             folder, passed_over = steps[0], []
         for text in passed_over:
             warnings.warn(text, stacklevel=1)
-    weights = folder / _WEIGHTS
-    return str(weights) if os.path.isdir(weights) else name
+    weights = [folder / _WEIGHTS, *([folder / "weights"] if folder.name == "policy" else [])]
+    return next((str(each) for each in weights if os.path.isdir(each)), name)
 
 
 def _problem_of_weights(step: Path) -> str | None:

@@ -44,6 +44,7 @@ def test_evaluation_of_a_run_folder_loads_its_newest_checkpoint(checkpoints, tmp
     newest = str(checkpoints / "step_10" / "policy" / "weights")
     assert find_policy_weights(str(checkpoints)) == newest
     assert find_policy_weights(str(checkpoints / "step_10")) == newest
+    assert find_policy_weights(str(checkpoints / "step_10" / "policy")) == newest
     assert find_policy_weights(newest) == newest
     assert find_policy_weights("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert find_policy_weights(str(tmp_path)) == str(tmp_path)

@@ -28,13 +28,15 @@ def training(monkeypatch):
     return load("training_samples", monkeypatch)
 
 
-def test_script_run_all_runs_every_benchmark_that_works_without_a_gpu(run_all):
+def test_run_all_script_runs_every_benchmark_that_needs_no_gpu(run_all):
     scripts = {path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py")}
     assert {command.split()[0] for command in run_all.RUNS.values()} == scripts - ON_A_GPU_ONLY
 
 
 @pytest.mark.slow
-def test_script_run_all_reports_a_failed_benchmark_and_runs_the_remaining_ones(run_all, monkeypatch, tmp_path, capfd):
+def test_run_all_script_reports_a_failed_benchmark_and_continues_with_the_other_benchmarks(
+    run_all, monkeypatch, tmp_path, capfd
+):
     monkeypatch.setattr(run_all, "RUNS", {"broken": "adamw --no-such-option", "help": "adamw --help"})
     monkeypatch.setattr(sys, "argv", ["run_all.py", "--out", str(tmp_path)])
     assert run_all.main() == 1
@@ -43,7 +45,7 @@ def test_script_run_all_reports_a_failed_benchmark_and_runs_the_remaining_ones(r
     assert "usage" in (tmp_path / "help.txt").read_text()
 
 
-def test_benchmark_batches_of_mixed_and_of_equal_lengths_have_equally_many_tokens(training):
+def test_benchmark_batches_with_mixed_and_equal_sequence_lengths_have_the_same_token_count(training):
     mixed, equal = training.mixed_lengths(), training.equal_lengths()
     assert sum(mixed) == sum(equal) == 2048 and len(mixed) == len(equal) == 16
     assert 0.5 < 1 - sum(mixed) / (len(mixed) * max(mixed)) < 0.7  # padding of rollouts
@@ -51,7 +53,7 @@ def test_benchmark_batches_of_mixed_and_of_equal_lengths_have_equally_many_token
 
 @pytest.mark.parametrize("prompt", [0, 40])
 @pytest.mark.parametrize("layout", ["padded", "sorted_by_length", "packed"])
-def test_benchmark_batches_of_every_layout_train_each_token_once_after_all_earlier_ones(training, layout, prompt):
+def test_benchmark_batch_of_every_layout_trains_each_token_once_with_its_full_context(training, layout, prompt):
     samples = training.Samples.random(training.mixed_lengths(), prompt, seed=1)
     wanted = sorted(
         tuple(row[: t + 1])
@@ -71,7 +73,7 @@ def card(monkeypatch):
     return load("card", monkeypatch, BENCHMARKS.parent / "tools")
 
 
-def test_every_script_called_by_the_gpu_benchmark_script_exists(card):
+def test_gpu_benchmark_script_calls_only_existing_scripts(card):
     words = [word for step in card.STEPS for word in f"{step.command} {step.tiny}".split() if word.endswith(".py")]
     assert words and all((card.ROOT / word).is_file() for word in words)
     assert len({step.name for step in card.STEPS}) == len(card.STEPS)

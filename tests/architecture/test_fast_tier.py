@@ -25,7 +25,7 @@ def is_slow(node: ast.expr) -> bool:
     return "pytest.mark.slow" in ast.unparse(node)
 
 
-def test_only_three_test_folders_are_marked_slow_as_a_whole():
+def test_only_three_test_folders_are_marked_slow_entirely():
     assert set(SLOW_FOLDERS) == {"integration", "parity", "unit/cuda"}  # a folder that is added takes many tests away
     assert all(list((TESTS / folder).rglob("test_*.py")) for folder in SLOW_FOLDERS)
 
@@ -38,5 +38,5 @@ def test_every_package_has_tests_that_are_not_marked_slow(package):
 
 
 @pytest.mark.parametrize("path", sorted((TESTS / "unit" / "ops").glob("test_*.py")), ids=lambda path: path.stem)
-def test_every_test_file_of_an_op_has_tests_that_are_not_marked_slow(path):
+def test_every_op_test_file_has_tests_that_are_not_marked_slow(path):
     assert fast_tests(path) > 0

@@ -7,14 +7,14 @@ PACKAGE = ROOT / "python" / "nemo_rl_cpp"
 COMPAT = "nemo_rl_cpp.compat"
 
 
-def test_only_modules_in_the_package_compat_import_it():
+def test_only_modules_of_the_compat_package_import_the_compat_package():
     house = {name: found for name, found in imports(PACKAGE).items() if name.split(".")[0] != "compat"}
     assert [name for name, found in house.items() if any(other.split(".")[0] == "compat" for other in found)] == []
     files = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "compat"]
     assert len(files) > 150 and [path for path in files if COMPAT in path.read_text()] == []
 
 
-def test_check_for_unused_definitions_finds_functions_that_only_unused_code_calls(tmp_path, monkeypatch):
+def test_unused_definition_check_finds_functions_that_only_unused_code_calls(tmp_path, monkeypatch):
     package = tmp_path / "python" / "nemo_rl_cpp"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text('_EXPORTS = {"Public": "a"}\n')

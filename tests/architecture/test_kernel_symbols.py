@@ -39,7 +39,7 @@ def mergeable_symbols(path: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_compiled_kernel_files_define_no_symbol_that_the_linker_may_merge_with_another_files(capability):
+def test_compiled_kernel_files_define_no_weak_symbols(capability):
     if shutil.which("nm") is None:
         pytest.skip("nm (binutils) is not installed")
     sources = {p.name for p in (ROOT / "csrc/kernels").glob(CAPABILITIES[capability])}
@@ -50,7 +50,7 @@ def test_compiled_kernel_files_define_no_symbol_that_the_linker_may_merge_with_a
     assert {p.name: symbols for p in objects if (symbols := mergeable_symbols(p))} == {}
 
 
-def test_check_for_symbols_that_the_linker_may_merge_finds_a_template_instance(tmp_path):
+def test_weak_symbol_check_finds_a_template_instance(tmp_path):
     if shutil.which("nm") is None or shutil.which("g++") is None:
         pytest.skip("nm and g++ are needed")
     source = tmp_path / "shared.cpp"

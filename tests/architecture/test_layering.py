@@ -28,7 +28,7 @@ def test_layer_table_of_the_architecture_page_lists_every_csrc_folder():
 
 
 @pytest.mark.parametrize("folder", sorted(allowed_includes()))
-def test_files_of_each_csrc_folder_include_only_folders_of_lower_layers(folder):
+def test_csrc_files_include_only_headers_of_lower_layers(folder):
     table = allowed_includes()
     allowed = set(table) if "all" in table[folder] else table[folder] | {folder}
     for path in SOURCES:
@@ -38,7 +38,7 @@ def test_files_of_each_csrc_folder_include_only_folders_of_lower_layers(folder):
                 assert target not in table or target in allowed, f"{path.relative_to(ROOT)} includes {include}"
 
 
-def test_csrc_folders_kernels_batching_config_and_common_include_no_torch_header():
+def test_csrc_folders_meant_to_be_free_of_torch_include_no_torch_header():
     for path in SOURCES:
         if path.relative_to(CSRC).parts[0] in {"common", "kernels", "batching", "config"}:
             for include in includes(path):
@@ -47,13 +47,13 @@ def test_csrc_folders_kernels_batching_config_and_common_include_no_torch_header
                 )
 
 
-def test_only_files_of_csrc_bindings_include_pybind11():
+def test_only_csrc_bindings_includes_pybind11():
     for path in SOURCES:
         if path.relative_to(CSRC).parts[0] != "bindings":
             assert not any("pybind" in i for i in includes(path)), path.relative_to(ROOT)
 
 
-def test_no_file_includes_an_umbrella_header_of_torch():
+def test_no_source_file_includes_an_umbrella_header_of_torch():
     for path in SOURCES:
         assert not {"torch/torch.h", "torch/extension.h", "ATen/ATen.h"} & set(includes(path)), path.relative_to(ROOT)
 

@@ -49,12 +49,12 @@ def against_the_table(module, imported):
     return second not in ALLOWED[first] | {first}
 
 
-def test_import_table_of_the_architecture_page_lists_exactly_the_existing_packages():
+def test_import_table_in_the_architecture_page_lists_exactly_the_existing_packages():
     assert set(ALLOWED) == PACKAGES
     assert {name for allowed in ALLOWED.values() for name in allowed} <= PACKAGES
 
 
-def test_rows_of_the_import_table_allow_only_packages_of_rows_above_them():
+def test_import_table_allows_each_package_to_import_only_packages_listed_above_it():
     """Rows may import rows above them alone, so that packages form no circle."""
     above = set(FOUNDATION)
     order = [name for first, _, _ in ROWS for name in names(first)]
@@ -78,11 +78,11 @@ def test_each_package_imports_only_packages_that_the_import_table_allows(package
     assert not wrong, f"{wrong}: move the function, or let the row of docs/architecture.md allow it"
 
 
-def test_imports_between_modules_have_no_cycle():
+def test_python_modules_have_no_import_cycles():
     assert {tuple(sorted(group)) for group in circles(graph())} == set()
 
 
-def test_import_graph_contains_every_form_of_import_statement(tmp_path):
+def test_import_graph_covers_every_form_of_import_statement(tmp_path):
     package = tmp_path / NAME
     (package / "a").mkdir(parents=True)
     for name, text in {

@@ -93,11 +93,11 @@ def test_training_loop_has_at_most_the_allowed_number_of_lines():
     assert loop["train_loop"] <= MAX_LOOP_LINES
 
 
-def test_functions_have_at_most_the_allowed_number_of_parameters():
+def test_python_functions_have_at_most_the_allowed_number_of_parameters():
     many = {name: n for name, node in house_definitions() if (n := num_parameters(node)) > MAX_PARAMETERS}
     assert sorted(many) == sorted(FACADES), f"{many}: put settings that belong together into a dataclass"
 
 
-def test_functions_return_tuples_of_at_most_three_elements():
+def test_python_functions_return_tuples_of_at_most_three_elements():
     many = {name: n for name, node in house_definitions() if (n := num_results(node)) > MAX_RESULTS}
     assert not many, "a NamedTuple or a dataclass gives its parts names"

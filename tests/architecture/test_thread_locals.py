@@ -15,7 +15,7 @@ def kept(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if "thread_local" in line]
 
 
-def test_thread_local_variables_of_ops_hold_only_scratch_memory():
+def test_thread_local_variables_in_ops_hold_only_scratch_memory():
     found = [line for path in sorted(OPS.iterdir()) for line in kept(path.read_text())]
     assert [line for line in found if not MEMORY.fullmatch(line)] == []
     assert found, "csrc/ops keeps nothing any more: this test can go"

@@ -36,5 +36,5 @@ def broken(path: Path, text: str) -> list[str]:
     return wrong
 
 
-def test_every_relative_link_and_anchor_in_the_documents_has_a_target():
+def test_every_relative_link_and_anchor_in_the_documents_points_to_an_existing_target():
     assert [wrong for path in documents() for wrong in broken(path, path.read_text())] == []

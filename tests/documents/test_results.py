@@ -53,7 +53,7 @@ def test_gpu_figures_in_the_readme_equal_those_of_the_benchmarks_page():
     assert f"a training step of 16,384 tokens is {claim[1]} times as fast as transformers'" in BENCHMARKS
 
 
-def test_readme_reading_order_names_an_existing_page_and_the_training_loop_file():
+def test_files_that_the_readme_recommends_reading_first_exist():
     page, loop = re.search(
         r"Start reading with \[`([^`]+)`\].*?`([^`]+)` \(the loop of every run\)", README, re.S
     ).groups()

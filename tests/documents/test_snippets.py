@@ -59,7 +59,7 @@ PRINTED = [(s, command) for s in SNIPPETS if s.language == "bash" and s.kind != 
 @pytest.mark.parametrize(
     "snippet, command", [p for p in PRINTED if p[0].kind not in RUN], ids=lambda value: str(value)[:60]
 )
-def test_configuration_in_every_command_of_the_documents_loads(snippet, command):
+def test_configuration_of_every_documented_command_loads(snippet, command):
     loads(command)
 
 
@@ -115,7 +115,7 @@ for _snippet in SNIPPETS:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("document", OF_DOCUMENT)
-def test_code_blocks_marked_to_run_work_in_every_document(document, tmp_path, monkeypatch, capfd):
+def test_code_blocks_marked_as_runnable_run_without_errors(document, tmp_path, monkeypatch, capfd):
     tiny.one_thread()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])

@@ -35,7 +35,7 @@ def run_of(folder, function, *more):
     return run, batches
 
 
-def test_run_with_an_agent_function_learns_and_trains_only_on_sampled_tokens(tmp_path):
+def test_grpo_with_an_agent_function_learns_and_trains_only_on_sampled_tokens(tmp_path):
     run, batches = run_of(tmp_path / "a", "two_turns", f"grpo.max_num_steps={STEPS}")
     rewards = [row["accuracy"] for row in run.history]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3, rewards
@@ -82,7 +82,7 @@ def test_agent_rollout_without_a_response_gets_no_overlong_penalty(tmp_path):
     assert batches[0].rewards.tolist() == [0.5, 0.0] * 16  # a response of one token has the whole penalty
 
 
-def test_validation_rollouts_are_made_by_the_agent_function(tmp_path):
+def test_validation_generates_rollouts_with_the_agent_function(tmp_path):
     run = tiny.make(tmp_path, *overrides("two_turns", "grpo.max_num_steps=1", "grpo.max_val_samples=8"))
     with run:
         result = run.validate()
@@ -91,6 +91,6 @@ def test_validation_rollouts_are_made_by_the_agent_function(tmp_path):
         assert all("-val-" in key for key, _, _ in digit_agent.SEEN[-24:])
 
 
-def test_agent_function_without_the_http_server_is_an_error_that_names_the_key_to_set(tmp_path):
+def test_agent_function_without_an_http_server_is_an_error_that_names_the_key_to_set(tmp_path):
     with pytest.raises(ValueError, match="policy.generation.expose_http_server"):
         tiny.make(tmp_path, *overrides("two_turns", "policy.generation.expose_http_server=false"))

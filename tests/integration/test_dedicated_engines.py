@@ -43,7 +43,9 @@ def colocated(tmp_path_factory):
     [apart(1, 1), (*apart(2, 1), "policy.refit_buffer_size_gb=1e-5"), (*apart(1, 2), "policy.refit=delta"), apart(1, 1, "ray")],
     ids=["1+1", "2+1", "1+2, delta", "ray"],
 )  # fmt: skip
-def test_engines_in_separate_and_in_training_processes_give_bit_identical_weights(tmp_path, colocated, where):
+def test_training_is_bit_identical_with_generation_engines_in_separate_or_training_processes(
+    tmp_path, colocated, where
+):
     weights, history = trained(tmp_path, *where)
     assert weights == colocated[0]
     for step, (row, same) in enumerate(zip(history, colocated[1], strict=True)):
@@ -52,7 +54,7 @@ def test_engines_in_separate_and_in_training_processes_give_bit_identical_weight
         assert row["refit/version"] == step and row["refit/bytes"] > 0 and row["refit/gb_per_s"] > 0
 
 
-def test_killed_engine_process_ends_the_run_and_all_its_processes_with_an_error_that_names_it(tmp_path):
+def test_killed_engine_process_ends_the_run_with_an_error_that_names_the_engine_worker(tmp_path):
     with make(tmp_path, *apart(1, 1)) as run:
         pids = [*run.cluster.workers.pids, *run.engine_cluster.workers.pids]
 
@@ -69,7 +71,7 @@ def test_killed_engine_process_ends_the_run_and_all_its_processes_with_an_error_
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-def test_each_response_records_the_version_of_the_weights_that_generated_it(tmp_path):
+def test_each_response_records_the_weight_version_that_generated_it(tmp_path):
     import torch
     from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 

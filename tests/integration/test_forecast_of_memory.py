@@ -70,12 +70,12 @@ QUICK = ("bfloat16", "quantised")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in SHAPES]
 )
-def test_memory_estimate_is_within_ten_percent_of_the_measured_peak(tmp_path, name):
+def test_estimated_peak_memory_is_within_ten_percent_of_the_measured_peak(tmp_path, name):
     found = measured(tmp_path, **SHAPES[name])
     assert found["exact"] and found["forecast"] == pytest.approx(found["peak"], rel=0.1), found
 
 
-def test_run_with_memory_budget_gb_has_a_measured_peak_below_the_budget(tmp_path):
+def test_peak_memory_of_a_run_stays_below_the_configured_memory_budget(tmp_path):
     """Without a budget the forecast is 1.32 GB, without the activations that are kept."""
     found = measured(tmp_path, policy__memory_budget_gb=1.25)
     assert found["exact"] and found["peak"] < 1.25e9, found

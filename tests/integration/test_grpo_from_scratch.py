@@ -10,7 +10,7 @@ import torch
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo_from_scratch.py"
 
 
-def test_example_learns_with_equal_generation_and_training_logprobs_and_its_model_loads_in_transformers(tmp_path):
+def test_grpo_from_scratch_example_learns_and_its_model_loads_in_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     model, rewards, gap = runpy.run_path(str(EXAMPLE))["train"]()
     assert rewards[0] < 0.2
@@ -26,7 +26,7 @@ def test_example_learns_with_equal_generation_and_training_logprobs_and_its_mode
     assert ours["input_ids"].tolist() == answered.tolist()
 
 
-def test_engine_sample_returns_rows_that_begin_with_their_prompts():
+def test_engine_sample_returns_sequences_that_begin_with_their_prompts():
     model = nemo_rl_cpp.Model("tiny-random")
     prompts = [[4, 5, 15], [6]]
     batch = nemo_rl_cpp.Engine(model, max_new_tokens=4).sample(prompts, n=3)
@@ -38,7 +38,7 @@ def test_engine_sample_returns_rows_that_begin_with_their_prompts():
         assert mask.tolist() == [0.0] * len(prompt) + [1.0] * (len(ids) - len(prompt))
 
 
-def test_trainer_with_top_p_and_top_k_returns_the_engines_logprobs_of_the_sampled_tokens():
+def test_trainer_and_engine_logprobs_are_equal_with_top_p_and_top_k():
     rule = {"temperature": 1.3, "top_p": 0.7, "top_k": 6}
     model = nemo_rl_cpp.Model("tiny-random", initializer_range=0.5)
     engine, trainer = nemo_rl_cpp.Engine(model, max_new_tokens=6, **rule), nemo_rl_cpp.Trainer(model, **rule)
@@ -53,7 +53,7 @@ def test_trainer_with_top_p_and_top_k_returns_the_engines_logprobs_of_the_sample
     assert removed.any() and torch.isfinite(logprobs).all() and trainer.step(0.0) > 0
 
 
-def test_trainer_takes_the_engines_sampling_settings_and_rejects_the_same_values():
+def test_trainer_and_engine_accept_and_reject_the_same_sampling_settings():
     model = nemo_rl_cpp.Model("tiny-random", initializer_range=0.5)
     for rule in ({"temperature": 0.0}, {"temperature": 0.0, "top_p": 0.5}, {"top_k": -1}, {"top_k": None}):
         batch = nemo_rl_cpp.Engine(model, max_new_tokens=6, **rule).sample([[4, 5, 15]])
@@ -78,7 +78,7 @@ def test_optimizer_step_with_invalid_settings_raises_and_leaves_the_weights_unch
     assert model.native.digest() == before
 
 
-def test_backward_passes_accumulate_gradients_and_an_optimizer_step_resets_them():
+def test_gradients_accumulate_over_backward_passes_until_the_optimizer_step():
     norms = []
     for passes in (1, 2):
         model = nemo_rl_cpp.Model("tiny-random", seed=1)
@@ -106,7 +106,7 @@ def test_non_finite_or_non_scalar_loss_raises_and_leaves_the_gradient_unchanged(
     assert trainer.step(0.1) == 0
 
 
-def test_engine_sample_with_zero_prompts_or_zero_responses_is_an_error():
+def test_engine_sample_raises_for_zero_prompts_or_zero_responses():
     engine = nemo_rl_cpp.Engine(nemo_rl_cpp.Model("tiny-random"), max_new_tokens=4)
     with pytest.raises(ValueError, match="0 prompts"):
         engine.sample([])
@@ -115,7 +115,7 @@ def test_engine_sample_with_zero_prompts_or_zero_responses_is_an_error():
 
 
 @pytest.mark.parametrize("prompts", [["47="], "47=", [4, 5]])
-def test_engine_sample_with_prompts_that_are_no_lists_of_token_ids_is_an_error(prompts):
+def test_engine_sample_raises_for_prompts_that_are_not_lists_of_token_ids(prompts):
     engine = nemo_rl_cpp.Engine(nemo_rl_cpp.Model("tiny-random"), max_new_tokens=4)
     with pytest.raises(ValueError, match="a prompt is .*: expected a list of token ids, as model.tokenizer"):
         engine.sample(prompts)

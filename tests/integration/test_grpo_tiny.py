@@ -36,7 +36,7 @@ BALANCED = [
 ]  # fmt: skip
 
 
-def test_router_bias_update_balances_experts_and_does_not_depend_on_micro_batches(tmp_path):
+def test_router_bias_update_balances_experts_and_does_not_depend_on_the_micro_batch_size(tmp_path):
     def biases(name, *overrides):
         run = tiny.train(tmp_path / name, *tiny.SMALL, *BALANCED, "grpo.max_num_steps=1", *overrides)
         assert run.history[0]["max_logprob_gap"] == 0.0
@@ -52,7 +52,7 @@ def test_router_bias_update_balances_experts_and_does_not_depend_on_micro_batche
     assert [row["max_logprob_gap"] for row in run.history] == [0.0] * 3
 
 
-def test_load_balancing_loss_of_experts_does_not_depend_on_micro_batches(tmp_path):
+def test_moe_load_balancing_loss_does_not_depend_on_the_micro_batch_size(tmp_path):
     experts = tiny.shaped(tiny.EXPERTS | {"router_aux_loss_coef": 0.5})
     wanted = (*experts, "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false")
 
@@ -70,7 +70,7 @@ def test_load_balancing_loss_of_experts_does_not_depend_on_micro_batches(tmp_pat
     assert packed["grad_norm"] != pytest.approx(off["grad_norm"], rel=1e-3) and packed["reward"] == off["reward"]
 
 
-def test_load_balancing_loss_of_experts_falls_in_training(tmp_path):
+def test_moe_load_balancing_loss_decreases_during_training(tmp_path):
     megatron = (
         "enabled=true", "freeze_moe_router=false", "moe_router_load_balancing_type=seq_aux_loss", "moe_aux_loss_coeff=1.0",
         "optimizer.lr=3e-3",
@@ -85,7 +85,7 @@ def test_load_balancing_loss_of_experts_falls_in_training(tmp_path):
     assert losses[0] > 1.5 and 1 < losses[-1] < 1.3
 
 
-def test_router_bias_is_raised_for_experts_below_the_average_load_and_lowered_above_it(tmp_path):
+def test_router_bias_increases_for_underloaded_experts_and_decreases_for_overloaded_experts(tmp_path):
     policy = tiny.make(tmp_path, *tiny.SMALL, *BALANCED).policy
     (bias, load), other = policy.model.routers
     bias.copy_(torch.arange(6.0))
@@ -108,7 +108,7 @@ def test_run_ends_and_saves_the_batch_if_a_gradient_is_not_finite(tmp_path, caps
 
 
 @pytest.mark.parametrize("updates", [1, 4])
-def test_grpo_weights_are_identical_with_reused_and_recomputed_generation_logprobs_and_activations(tmp_path, updates):
+def test_grpo_trains_identical_weights_with_reused_and_recomputed_logprobs_and_activations(tmp_path, updates):
     """Neither scoring the batch beforehand nor a training forward of its own changes anything: generation's is the same."""
     options = (*tiny.SMALL, "grpo.max_num_steps=4", f"policy.train_global_batch_size={32 // updates}")
     digests, ratios, reused = [], [], []

@@ -161,14 +161,14 @@ def steps(folder):
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_overrides_in_the_guides_commands_set_the_described_configuration_keys(name):
+def test_command_line_overrides_in_the_guides_set_the_documented_configuration_keys(name):
     config = load_grpo_config(LINES[name].config, LINES[name].overrides)
     for key, expected in LINES[name].gives.items():
         assert value(config.model_dump(), key) == expected, key
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_commands_of_the_guides_run_and_log_the_described_metrics(name, tmp_path, monkeypatch, capsys):
+def test_commands_in_the_guides_run_and_log_the_documented_metrics(name, tmp_path, monkeypatch, capsys):
     line = LINES[name]
     monkeypatch.chdir(tmp_path)  # relative folders of the printed commands
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -201,7 +201,7 @@ METRICS = {
 }  # fmt: skip
 
 
-def test_every_metric_named_in_the_guides_of_nemo_rl_is_logged(tmp_path):
+def test_every_metric_named_in_nemo_rls_guides_is_logged(tmp_path):
     run = tiny.train(
         tmp_path, *tiny.SMALL, "grpo.max_num_steps=2", "loss_fn.positive_example_nll_weight=0.1", "grpo.seq_logprob_error_threshold=2",
         config="prorlv2_tiny.yaml",

@@ -37,7 +37,7 @@ def weights(checkpoint: Path, model: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("section", RUNS)
-def test_transformers_backend_trains_the_same_weights_on_one_and_two_ranks_within_1e_6(section, tmp_path):
+def test_transformers_backend_trains_equal_weights_on_one_and_two_ranks_within_1e_6(section, tmp_path):
     """Within 1e-6 after ten steps. PPO's second run is cut after six: a checkpoint of two ranks goes on in one process."""
     config, overrides, models = RUNS[section]
     expected, alone = tiny.saved(tmp_path / "one", STEPS, *overrides, config=config)

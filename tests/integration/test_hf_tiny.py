@@ -32,7 +32,7 @@ UNTIED = ("++policy.hf_config_overrides.tie_word_embeddings=false",)
 @pytest.mark.long
 @pytest.mark.parametrize("section", ["grpo", "ppo"])
 @pytest.mark.parametrize("model_type", ["gemma", "phi", "olmo", "gpt_neox", "mixtral"])
-def test_transformers_backend_learns_with_architectures_that_the_native_core_lacks(section, model_type, tmp_path):
+def test_transformers_backend_trains_architectures_that_the_native_core_does_not_support(section, model_type, tmp_path):
     model = (f"++policy.hf_config_overrides.model_type={model_type}", *(UNTIED if model_type == "gemma" else ()))
     fast = tiny.FAST if section == "grpo" else ()
     steps = f"{section}.max_num_steps=300"

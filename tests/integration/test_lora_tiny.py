@@ -45,7 +45,7 @@ def on(more):
          "mixture", "mixture_bfloat16_kl", "mixture_apart", "mixture_apart_bfloat16_kl",
          "megatron", "megatron_apart_bfloat16_kl", "mamba", "mamba_bfloat16_kl", "mamba_apart", "mamba_apart_bfloat16_kl"],
 )  # fmt: skip
-def test_lora_run_has_equal_generation_and_training_logprobs_and_keeps_frozen_weights(tmp_path, more):
+def test_lora_run_has_equal_generation_and_training_logprobs_and_unchanged_base_weights(tmp_path, more):
     with tiny.make(tmp_path, *tiny.SMALL, *on(more), *more, "grpo.max_num_steps=4") as run:
         start = {name: view.clone() for name, view in run.policy.state_dict().items()}
         run.train()
@@ -113,7 +113,7 @@ def test_lora_weights_are_bit_identical_on_one_and_two_processes(tmp_path):
 
 
 @pytest.mark.parametrize("merging", [(), APART], ids=["merged", "apart"])
-def test_two_tensor_parallel_ranks_train_the_same_lora_adapters_as_one_process(tmp_path, merging):
+def test_lora_adapters_trained_on_two_tensor_parallel_ranks_equal_those_of_one_process(tmp_path, merging):
     """Also on top of one another: a run in two slices goes on in one process."""
     one, alone = tiny.saved(tmp_path / "1", 2, *tiny.SMALL, *ON, *BLOCKS, *merging)
     two, sliced = tiny.saved(tmp_path / "2", 2, *tiny.SMALL, *ON, *BLOCKS, *merging, *workers(2), *TP)

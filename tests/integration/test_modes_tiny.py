@@ -79,7 +79,7 @@ def test_rloo_advantages_match_hand_computed_values(tmp_path):
     assert torch.allclose(advantages, expected, atol=1e-6)
 
 
-def test_new_run_that_starts_from_a_checkpoint_uses_the_checkpoint_as_reference_model(tmp_path):
+def test_run_initialised_from_a_checkpoint_uses_that_checkpoint_as_reference_model(tmp_path):
     """How the ProRLv2 guide resets the reference: a new run that begins at a checkpoint has a KL of exactly 0 there."""
     options = (*tiny.SMALL, "checkpointing.enabled=true", "checkpointing.metric_name=null")
     first = tiny.train(tmp_path / "first", *options, "grpo.max_num_steps=3", config="prorlv2_tiny.yaml")

@@ -29,7 +29,7 @@ def test_multi_turn_grpo_has_equal_generation_and_training_logprobs_in_every_tur
         assert row["global_valid_toks"] == pytest.approx(28 * row["mean_gen_tokens_per_sample"])
 
 
-def test_advantages_at_tokens_written_by_the_environment_do_not_change_the_gradient(tmp_path):
+def test_advantages_at_environment_tokens_do_not_change_the_gradient(tmp_path):
     run = make(tmp_path, *SMALL)
     rollouts = run.collector.make(0, run.timer).samples
     batch = build_train_batch(rollouts, pad_token_id=0)
@@ -68,7 +68,7 @@ policy:
 """
 
 
-def test_run_with_several_tasks_scores_each_task_with_its_own_environment(tmp_path):
+def test_each_task_of_a_multi_task_run_is_scored_by_its_own_environment(tmp_path):
     """Single-turn and multi-turn conversations in one batch, each scored by the environment of its task."""
     path = tmp_path / "two.yaml"
     path.write_text(TWO_TASKS.format(parent=find_config("grpo_guess_number.yaml")))
@@ -99,7 +99,7 @@ def test_run_with_several_tasks_scores_each_task_with_its_own_environment(tmp_pa
     assert {"guess_number/solved", "reverse_digits/exactly_right"} <= names
 
 
-def test_grpo_learns_binary_search_in_the_game_guess_number(tmp_path):
+def test_grpo_learns_binary_search_in_a_number_guessing_game(tmp_path):
     run = make(tmp_path, "grpo.max_num_steps=260")
     run.after_step.append(tiny.StopWhenLearned(run, 0.65))
     run.train()

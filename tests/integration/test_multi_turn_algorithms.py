@@ -41,7 +41,7 @@ ALGORITHMS = {
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_algorithm_has_equal_generation_and_training_logprobs_in_every_turn(tmp_path, algorithm):
+def test_every_algorithm_has_equal_generation_and_training_logprobs_in_multi_turn_rollouts(tmp_path, algorithm):
     parent, overrides = ALGORITHMS[algorithm]
     path = tmp_path / "conversation.yaml"
     path.write_text(GUESS_NUMBER.format(parent=find_config(parent), section=kind_of(parent)))

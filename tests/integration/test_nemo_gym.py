@@ -46,7 +46,7 @@ def gym(tmp_path, monkeypatch):
     return train
 
 
-def test_nemo_gym_run_learns_and_does_not_train_on_samples_that_the_agent_flags(gym, tmp_path):
+def test_nemo_gym_run_learns_and_excludes_samples_flagged_by_the_agent_from_training(gym, tmp_path):
     history = gym("grpo.max_num_steps=14")
     rewards = [row["accuracy"] for row in history]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3, rewards
@@ -64,7 +64,7 @@ def test_samples_flagged_by_a_nemo_gym_agent_are_trained_if_should_mask_flagged_
     assert history[0]["digit_agent/mask_sample"] > 0 and history[0]["global_valid_toks"] == 32
 
 
-def test_nemo_gym_rows_whose_agent_fails_are_counted_and_the_error_is_printed(gym, capsys):
+def test_failed_nemo_gym_agent_rollouts_are_counted_and_the_error_is_printed(gym, capsys):
     history = gym("grpo.max_num_steps=1", agents=("digit_agent", "broken_agent"))
     assert history[0]["agent_errors"] == 16 and history[0]["global_valid_toks"] <= 16
     assert "NeMo Gym: ConnectionError: the agent does not answer" in capsys.readouterr().out
@@ -79,13 +79,13 @@ def test_error_for_nemo_gym_servers_that_do_not_start_contains_the_end_of_their_
     ("python", "said"),
     [("no/such/python", "cannot be started: No such file"), (sys.executable, "cannot import nemo_gym .*No module named")],
 )  # fmt: skip
-def test_nemo_gym_interpreter_without_nemo_gym_is_an_error_before_the_model_is_loaded(gym, monkeypatch, python, said):
+def test_python_interpreter_without_nemo_gym_is_an_error_before_the_model_is_loaded(gym, monkeypatch, python, said):
     monkeypatch.setenv("PYTHONPATH", "")
     with pytest.raises(ValueError, match=rf"env\.nemo_gym\.python is .*{said}"):
         gym(f"++env.nemo_gym.python={python}")
 
 
-def test_async_nemo_gym_run_trains_on_the_sampled_tokens_and_logprobs_and_resumes(gym, tmp_path):
+def test_async_nemo_gym_run_trains_on_sampled_tokens_and_resumes_from_a_checkpoint(gym, tmp_path):
     """The engine of another process is served. Its log-probabilities are, to the bit, those of the version on the samples."""
     batches, pids = [], []
 

@@ -49,7 +49,7 @@ def test_gdpo_normalises_each_reward_component_separately(tmp_path, monkeypatch)
     assert torch.allclose(advantages[:, 0].double(), expected, atol=1e-4)
 
 
-def test_length_penalty_changes_the_training_reward_but_not_the_accuracy_metric(tmp_path):
+def test_length_penalty_changes_the_training_reward_but_not_the_accuracy(tmp_path):
     environment = RewardFunctionEnvironment(first_is_even)
     run = tiny.train(
         tmp_path, *tiny.SMALL, "+grpo.length_penalty.default={pass_rate_length_penalty_weight: 0.5}",
@@ -64,7 +64,7 @@ def test_length_penalty_changes_the_training_reward_but_not_the_accuracy_metric(
 PPO = (*tiny.SMALL_PPO, "ppo.ppo_epochs=1")
 
 
-def test_warm_start_value_checkpoint_loads_the_critics_weights_but_not_its_optimizer_state(tmp_path):
+def test_critic_warm_start_loads_the_critic_weights_but_not_the_optimizer_state(tmp_path):
     first = tiny.train(
         tmp_path / "a", *PPO, "ppo.max_num_steps=2", "checkpointing.enabled=true", "checkpointing.save_period=2", config="ppo_tiny.yaml",
     )  # fmt: skip
@@ -95,7 +95,7 @@ def test_critic_ppo_epochs_sets_how_often_the_critic_trains_on_each_batch(tmp_pa
     assert (passes["policy"], passes["value"]) == expected
 
 
-def test_warm_start_value_checkpoint_without_a_critic_is_an_error_before_the_run(tmp_path):
+def test_critic_warm_start_without_a_critic_is_an_error_before_the_run(tmp_path):
     start = f"ppo.warm_start_value_checkpoint={tmp_path}"
     config = load_ppo_config("ppo_tiny.yaml", [start, f"checkpointing.checkpoint_dir={tmp_path}/none"])
     [finding] = [finding for finding in preflight(config) if finding.level == "error"]

@@ -29,7 +29,7 @@ def test_ppo_learns_to_reverse_digits(tmp_path, config, seed):
     check(config, tiny.learn(config, seed, tmp_path))
 
 
-def test_critics_metrics_are_logged_in_each_step(tmp_path):
+def test_critic_metrics_are_logged_at_every_ppo_step(tmp_path):
     run = train(tmp_path, *SMALL, "ppo.max_num_steps=4")
     for row in run.history:
         assert row["refit/bytes"] == 0 and row["critic/grad_norm"] > 0 and row["grad_norm"] > 0
@@ -41,7 +41,7 @@ def test_critics_metrics_are_logged_in_each_step(tmp_path):
     assert len({row["weights/digest"] for row in run.history}) == 4
 
 
-def test_metrics_that_count_valid_tokens_and_samples_do_not_depend_on_the_micro_batch_size(tmp_path):
+def test_valid_token_and_sample_counts_do_not_depend_on_the_micro_batch_size(tmp_path):
     options = (
         *SMALL, "ppo.max_num_steps=1", "ppo.overlong_filtering=true", "policy.generation.max_new_tokens=4", "policy.sequence_packing.enabled=false",
         "value.sequence_packing.enabled=false", "value.train_micro_batch_size=${policy.train_micro_batch_size}",
@@ -54,7 +54,7 @@ def test_metrics_that_count_valid_tokens_and_samples_do_not_depend_on_the_micro_
     assert found == found[:1] * 3 and 0 < found[0]["num_valid_samples"] < 32
 
 
-def test_ppo_step_whose_samples_are_all_masked_ends_the_run_without_an_update(tmp_path):
+def test_ppo_run_ends_without_an_update_if_all_samples_of_a_step_are_masked(tmp_path):
     """Every response is cut off after its first token, and overlong filtering masks what was cut off."""
     run = tiny.make(tmp_path, *SMALL, "policy.generation.max_new_tokens=1", "ppo.overlong_filtering=true", "policy.generation.stop_token_ids=[]",
                     config="ppo_tiny.yaml")  # fmt: skip

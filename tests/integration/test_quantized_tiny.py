@@ -29,7 +29,7 @@ PARTS = (f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=[in_proj_z,in
     ],
     ids=["float32", "bfloat16_kl_some", "recurrent", "mixture", "mamba"],
 )
-def test_lora_run_over_a_quantised_base_has_equal_logprobs_and_keeps_the_base(tmp_path, more, kind):
+def test_lora_run_on_a_quantised_base_has_equal_generation_and_training_logprobs(tmp_path, more, kind):
     with tiny.make(tmp_path, *tiny.SMALL, *ON, *more, f"policy.quantization={kind}", "grpo.max_num_steps=4") as run:
         model = run.policy.model
         before = [model.blocks_of(spec).clone() for spec in model.blocks]
@@ -46,7 +46,7 @@ def test_lora_run_over_a_quantised_base_has_equal_logprobs_and_keeps_the_base(tm
     [SOME, RECURRENT, FUSED, (*MIXTURE, *EXPERTS), (*MAMBA, *EXPERTS)],
     ids=["attention", "recurrent", "fused", "mixture", "mamba"],
 )
-def test_checkpoint_with_only_the_adapter_of_a_quantised_base_resumes_bit_identically(tmp_path, family):
+def test_adapter_only_checkpoint_of_a_quantised_base_resumes_bit_identically(tmp_path, family):
     more = (*ON, *BF16, *KL, *family, "policy.quantization=q4_0")
     straight = trained(tmp_path / "straight", 4, *more)
     for steps in (2, 4):
@@ -74,7 +74,7 @@ def test_ppo_run_with_quantised_policy_and_critic_resumes_bit_identically(tmp_pa
     assert not list((straight.checkpoint / "value" / "weights").glob("*.safetensors"))
 
 
-def test_adapters_over_a_quantised_base_are_bit_identical_on_one_and_two_processes(tmp_path, forked_workers):
+def test_lora_adapters_on_a_quantised_base_are_bit_identical_on_one_and_two_processes(tmp_path, forked_workers):
     more = (*ON, *BF16, *BLOCKS, "policy.quantization=q4_0")
     one, two = trained(tmp_path / "one", 2, *more), trained(tmp_path / "two", 2, *more, *workers(2))
     assert one[:2] == two[:2]
@@ -89,7 +89,7 @@ def frozen(folder, dtype):
     return model
 
 
-def test_adapter_checkpoint_loads_with_its_base_model_and_is_an_error_without_it(tmp_path):
+def test_adapter_only_checkpoint_loads_with_its_base_model_but_not_as_a_full_model(tmp_path):
     ids = torch.arange(12)
     with tiny.make(tmp_path, *tiny.SMALL, *ON, *BF16, "policy.quantization=q8_0", "grpo.max_num_steps=2") as run:
         run.train()
@@ -110,7 +110,7 @@ GPT_OSS = tiny.shaped({"model_type": "gpt_oss", "num_local_experts": 3, "num_exp
     [((), ()), (MIXTURE, EXPERTS), (GPT_OSS, EXPERTS), (FUSED, ()), (FUSED, PARTS), (MAMBA, EXPERTS)],
     ids=["dense", "mixture", "gpt_oss", "fused", "fused_parts", "mamba"],
 )
-def test_generate_command_loads_an_adapter_checkpoint_and_quantises_its_base(tmp_path, family, adapted):
+def test_generate_command_loads_an_adapter_checkpoint_and_quantises_the_base_model(tmp_path, family, adapted):
     """The text engine without torch, and the trainer's: the same tokens, which differ from those of the base."""
     with tiny.make(tmp_path, *tiny.SMALL, *BF16, *family, "grpo.max_num_steps=1") as run:
         run.policy.save_checkpoint(tmp_path / "base")

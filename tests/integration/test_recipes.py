@@ -43,7 +43,7 @@ CHOSEN = (
 )  # fmt: skip
 
 
-def test_run_uses_an_estimator_environment_data_set_and_logger_registered_by_the_user(recipes, tmp_path):
+def test_run_uses_estimator_environment_data_set_and_logger_registered_by_the_user(recipes, tmp_path):
     run = tiny.make(tmp_path, *tiny.SMALL, *CHOSEN, "grpo.max_num_steps=2")
     with run:
         run.train()
@@ -67,7 +67,7 @@ def test_run_uses_an_estimator_environment_data_set_and_logger_registered_by_the
     ("++logger.csv_enabled=2", "logger.csv_enabled must be true or false, not 2"),
     ("grpo.adv_estimator.name=best_of_groups", "did you mean best_of_group?"),
 ])  # fmt: skip
-def test_keys_of_registered_components_are_checked_like_schema_keys(recipes, override, said):
+def test_configuration_keys_of_user_registered_components_are_checked_like_built_in_keys(recipes, override, said):
     load_grpo_config("grpo_tiny.yaml", [*CHOSEN, "grpo.max_num_steps=1"])
     with pytest.raises(ConfigError) as refused:
         load_grpo_config("grpo_tiny.yaml", [*CHOSEN, override])
@@ -90,7 +90,7 @@ def test_user_registered_components_appear_in_the_configuration_page_and_cannot_
         register_logger("report", None)
 
 
-def test_keys_of_a_component_that_is_not_registered_are_reported_as_unknown():
+def test_configuration_keys_of_unregistered_components_are_reported_as_unknown():
     tables = (ADVANTAGE_ESTIMATORS, ENV_REGISTRY, DATASET_REGISTRY, LOGGER_BACKENDS)
     assert not any(name in table for table in tables for name in ADDED)
     assert "csv" not in LoggerConfig.model_fields and "best_of_group" not in document()

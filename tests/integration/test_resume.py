@@ -78,7 +78,7 @@ def test_killed_and_resumed_ppo_run_ends_bit_identical_to_an_uninterrupted_one(c
     assert check("configs/vapo_tiny.yaml", 10, kills=2, overrides=PPO_RUN, seed=3) == []
 
 
-def test_comparison_of_resumed_and_whole_run_finds_one_changed_bit_and_one_changed_metric(elsewhere, tmp_path):
+def test_run_comparison_detects_one_flipped_weight_bit_and_one_changed_metric(elsewhere, tmp_path):
     """The check must be able to fail: one bit of the optimizer state, one number of one step."""
     whole, changed = tmp_path / "whole", tmp_path / "changed"
     elsewhere(kill_resume.run_to_end, kill_resume.command("configs/grpo_tiny.yaml", whole, 2, RUN), {})

@@ -67,7 +67,7 @@ def test_resumed_async_run_is_bit_identical_to_the_uninterrupted_one(tmp_path):
     assert rest == whole and later == history[2:]
 
 
-def test_importance_ratio_of_async_grpo_reflects_only_the_weight_updates_since_generation(tmp_path):
+def test_importance_ratio_of_async_grpo_reflects_only_weight_updates_since_generation(tmp_path):
     """The ratio of the loss is present probability over generation's, and generation's is, to the bit, that of the version that is
     stamped on the sample: nothing is in the ratio but what training changed."""
     batches = []
@@ -101,7 +101,7 @@ def test_stale_samples_metric_counts_samples_that_dynamic_sampling_kept_for_a_la
         assert [row["stale_samples"] for row in run.history] == [0, 32]
 
 
-def test_two_ppo_runs_with_generation_during_training_give_bit_identical_weights(tmp_path):
+def test_repeated_async_ppo_runs_give_bit_identical_weights(tmp_path):
     sizes = (*tiny.SMALL_PPO, "checkpointing.save_period=1000")
     first, history = trained(tmp_path / "1", 3, *sizes, section="ppo")
     assert [row["avg_trajectory_age"] for row in history] == [0, 1, 1]
@@ -115,7 +115,7 @@ IN_FLIGHT = (
 )  # fmt: skip
 
 
-def test_run_with_in_flight_weight_updates_resumes_bit_identically_in_mid_response(tmp_path):
+def test_run_with_in_flight_weight_updates_resumes_unfinished_responses_bit_identically(tmp_path):
     options = (*IN_FLIGHT, RECOMPUTE, "checkpointing.save_period=2", "grpo.val_period=3", "grpo.max_num_epochs=9")
     whole, history = trained(tmp_path / "whole", 4, *options)
     assert [row["avg_trajectory_age"] for row in history] == [0, 1, 1, 1]
@@ -128,7 +128,7 @@ def test_run_with_in_flight_weight_updates_resumes_bit_identically_in_mid_respon
     assert rest == whole and later == history[2:]
 
 
-def test_run_that_keeps_the_kv_cache_after_weight_updates_is_bit_identical_with_one_and_two_engines(tmp_path):
+def test_keeping_the_kv_cache_after_weight_updates_is_bit_identical_with_one_and_two_engines(tmp_path):
     options = (*IN_FLIGHT, AGE_2, "checkpointing.save_period=1000")
     one, history = trained(tmp_path / "one", 4, *options)
     assert [row["total_tokens_of_newer_weights"] > 0 for row in history] == [False, False, True, True]
@@ -169,7 +169,7 @@ def test_each_token_records_the_weight_version_and_logprob_with_which_it_was_sam
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(1, 6))
-def test_run_with_in_flight_weight_updates_learns(tmp_path, seed):
+def test_grpo_with_in_flight_weight_updates_learns(tmp_path, seed):
     given = [text.format("grpo", "grpo") for text in BESIDE]
     run = tiny.train(
         tmp_path, *tiny.FAST, *given, "checkpointing.enabled=false", IN_FLIGHT[0], IN_FLIGHT[1], f"grpo.seed={seed}",
@@ -181,7 +181,7 @@ def test_run_with_in_flight_weight_updates_learns(tmp_path, seed):
         assert run.history[-1]["total_tokens_of_newer_weights"] > 0
 
 
-def test_executor_auto_of_an_async_run_uses_one_process_for_training_and_one_for_generation(tmp_path):
+def test_async_run_uses_one_training_and_one_generation_process_by_default(tmp_path):
     config = load_grpo_config("grpo_tiny.yaml", [
         "grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true", "policy.generation.colocated.enabled=false",
         "cluster.gpus_per_node=8",
@@ -191,6 +191,6 @@ def test_executor_auto_of_an_async_run_uses_one_process_for_training_and_one_for
     assert auto == trained(tmp_path / "written", 2)
 
 
-def test_async_grpo_is_rejected_if_generation_shares_the_training_weights():
+def test_async_grpo_is_an_error_if_generation_shares_the_trainers_weights():
     with pytest.raises(ValueError, match="grpo.async_grpo.enabled needs engines with weights of their own"):
         load_grpo_config("grpo_tiny.yaml", ["grpo.async_grpo.enabled=true"])

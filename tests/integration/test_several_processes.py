@@ -83,7 +83,7 @@ def test_without_gradient_blocks_weights_of_one_and_three_processes_differ_only_
     assert float((first - second).norm() / first.norm()) < 1e-6 and not torch.equal(first, second)
 
 
-def test_samples_that_load_balancing_moves_to_another_rank_keep_their_activations(tmp_path):
+def test_activations_of_generation_are_reused_for_samples_moved_to_another_rank(tmp_path):
     """So that every update but the first is spared its forward pass, and has the bits of one with it."""
     moves, digests = [], []
     for kept in ("null", "0"):
@@ -111,7 +111,7 @@ def test_checkpoint_resumes_on_any_number_of_processes(tmp_path):
     assert mixed.tensors == straight.tensors
 
 
-def test_run_that_lost_a_worker_resumes_from_its_checkpoint(tmp_path, monkeypatch, capfd):
+def test_run_that_lost_a_worker_process_resumes_from_its_checkpoint(tmp_path, monkeypatch, capfd):
     straight = trained(tmp_path / "straight", 4, *BLOCKS)
     folder, built = tmp_path / "broken", []
 

@@ -42,7 +42,7 @@ def is_exact(history: list[dict]) -> bool:
     return bool(trained) and all(row["token_mult_prob_error"] == 1 and row["max_logprob_gap"] == 0 for row in trained)
 
 
-def test_run_on_tensor_parallel_ranks_trains_the_same_weights_as_on_one_rank_but_for_rounding(tmp_path):
+def test_tensor_parallel_training_gives_the_weights_of_one_rank_up_to_rounding(tmp_path):
     """Two groups of two ranks train bit-identical weights to those of one group."""
     one, alone = saved(tmp_path / "1", 3, *BLOCKS)
     two, sliced = saved(tmp_path / "2", 3, *BLOCKS, *workers(2), *TP)

@@ -119,14 +119,14 @@ def run_recipe(name: str, served: tuple[str, Path], monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "rl_numerics_check.train"])
-def test_recipe_of_the_tinker_cookbook_runs_to_its_end_against_this_packages_server(name, served, monkeypatch):
+def test_tinker_cookbook_recipe_runs_to_completion_on_this_packages_tinker_server(name, served, monkeypatch):
     metrics = run_recipe(name, served, monkeypatch)
     assert len({step.get("step", number) for number, step in enumerate(metrics)}) >= STEPS
     if name in SAMPLER_AND_TRAINER:
         assert {step[KL] for step in metrics if KL in step} == {0.0}
 
 
-def test_numerics_check_of_the_tinker_cookbook_reports_zero_kl_between_sampler_and_trainer(served, monkeypatch):
+def test_tinker_cookbook_numerics_check_reports_zero_kl_between_sampler_and_trainer(served, monkeypatch):
     steps = [step for step in run_recipe("rl_numerics_check.train", served, monkeypatch) if KL in step]
     assert len(steps) == STEPS
     for step in steps:

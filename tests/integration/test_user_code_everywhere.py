@@ -97,7 +97,7 @@ def one_ray():
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_async_and_threaded_reward_functions_give_equal_rewards_on_the_command_line(
+def test_sync_async_and_threaded_reward_functions_give_equal_rewards_on_the_command_line(
     place, expected, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -111,7 +111,7 @@ def test_async_and_threaded_reward_functions_give_equal_rewards_on_the_command_l
 
 @pytest.mark.parametrize("place", ["reward", "environment"])
 @pytest.mark.parametrize("way", WAYS)
-def test_async_and_threaded_reward_functions_give_equal_rewards_in_every_training_mode(
+def test_sync_async_and_threaded_reward_functions_give_equal_rewards_in_every_training_mode(
     way, place, expected, tmp_path, request
 ):
     if way == "ray":
@@ -121,7 +121,7 @@ def test_async_and_threaded_reward_functions_give_equal_rewards_in_every_trainin
         assert rewards_of(run.history) == {name: pytest.approx(expected, rel=1e-6) for name in user_kinds.KINDS}
 
 
-def test_async_and_threaded_reward_functions_give_equal_rewards_in_train_grpo_and_evaluate(tmp_path, monkeypatch):
+def test_sync_async_and_threaded_reward_functions_give_equal_rewards_in_the_python_api(tmp_path, monkeypatch):
     """Two runs, as in a notebook whose client was made in an earlier cell."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{a}{b}="} for a in range(10) for b in range(10)]

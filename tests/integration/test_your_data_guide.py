@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch):
         sys.modules.pop(module, None)
 
 
-def test_files_printed_in_the_guide_on_own_data_pass_the_check_command(folder, capsys):
+def test_example_files_in_the_custom_data_guide_pass_the_check_command(folder, capsys):
     assert cli.main(["check", "--config", "words.yaml"]) == 0, capsys.readouterr().err
     assert "words.yaml: no mistakes (grpo)" in capsys.readouterr().out
     given = ["data.train.data_path=words.jsonl", "env.reward_functions.functions=[my_rewards.right]"]
@@ -36,7 +36,7 @@ def test_files_printed_in_the_guide_on_own_data_pass_the_check_command(folder, c
     assert "env.reward_functions.functions is '???': it must be given" in capsys.readouterr().err
 
 
-def test_run_trains_with_the_components_printed_in_the_guide_on_own_data(folder, capsys):
+def test_run_trains_with_the_example_components_of_the_custom_data_guide(folder, capsys):
     sizes = ["grpo.num_prompts_per_step=4", "policy.train_global_batch_size=32", "grpo.max_num_steps=2"]
     small = [*sizes, "checkpointing.enabled=false"]
     assert run_grpo_math.main(["--config", "parts.yaml", *small]) == 0, capsys.readouterr().err

@@ -52,7 +52,7 @@ def model(request, tmp_path, monkeypatch):
     return hf, decoder, folder
 
 
-def test_architecture_added_by_the_recipe_matches_transformers_in_logits_gradients_and_text(model, tmp_path):
+def test_newly_registered_architecture_matches_transformers_in_logits_gradients_and_text(model, tmp_path):
     from transformers import AutoModelForCausalLM
 
     hf, decoder, folder = model

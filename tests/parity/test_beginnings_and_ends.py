@@ -158,7 +158,7 @@ def assert_same_files(base, weights, ends):
         )
 
 
-def test_warning_if_the_tokenizers_end_token_is_not_among_the_models_end_tokens(tmp_path):
+def test_model_end_tokens_without_the_tokenizers_end_token_give_a_warning(tmp_path):
     folder = write(KINDS["other_end"], tmp_path)
     with pytest.warns(
         UserWarning, match=r"end tokens are \[4\].*'<eos>' \(3\) is not among them.*stop_token_ids=\[4, 3\]"

@@ -101,7 +101,7 @@ def greedy(model, count):
     return ids[0, len(PROMPT) :].tolist(), logprobs
 
 
-def test_llama_cpp_generates_from_an_exported_gguf_file_the_tokens_of_transformers(tmp_path, monkeypatch):
+def test_llama_cpp_with_an_exported_gguf_file_generates_the_same_tokens_as_transformers(tmp_path, monkeypatch):
     """GELU is looked up in a table of half precision in llama.cpp, the rest is float32."""
     jobs, expected = [], []
     for name in WRITTEN:
@@ -114,7 +114,7 @@ def test_llama_cpp_generates_from_an_exported_gguf_file_the_tokens_of_transforme
         assert found["logprobs"] == pytest.approx(logprobs, abs=2e-3 if name.startswith("gemma") else 1e-4), name
 
 
-def test_logits_of_exported_gguf_files_differ_more_from_the_models_the_fewer_bits_the_format_has(tmp_path, monkeypatch):
+def test_logit_error_of_exported_gguf_files_grows_with_fewer_bits_per_weight(tmp_path, monkeypatch):
     """Rows of 48 and 80 numbers, which blocks of 32 do not divide, have 16 bits in all formats below them; rows of 64 are in blocks."""
     folder, _ = make("llama_tied", tmp_path, monkeypatch)
     gaps = {}
@@ -127,7 +127,7 @@ def test_logits_of_exported_gguf_files_differ_more_from_the_models_the_fewer_bit
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_exporting_a_model_to_gguf_that_llama_cpp_cannot_run_is_an_error(name, tmp_path, monkeypatch):
+def test_gguf_export_of_a_model_that_llama_cpp_does_not_support_is_an_error(name, tmp_path, monkeypatch):
     folder, _ = make(name, tmp_path, monkeypatch)
     with pytest.raises(ModelFolderError, match=REFUSED[name]):
         export_gguf(folder, tmp_path / "model.gguf", "f32")
@@ -158,7 +158,7 @@ TEXTS = (
 )
 
 
-def test_llama_cpp_tokenizes_text_with_an_exported_tokenizer_to_the_same_tokens(tmp_path):
+def test_llama_cpp_with_an_exported_tokenizer_gives_the_token_ids_of_the_original_tokenizer(tmp_path):
     jobs, expected = [], []
     for name in TOKENIZERS:
         folder = tokenizer_folder(name, tmp_path)
@@ -171,13 +171,13 @@ def test_llama_cpp_tokenizes_text_with_an_exported_tokenizer_to_the_same_tokens(
 
 
 @pytest.mark.parametrize("name, reason", [("unigram", "of type Unigram"), ("other_end", "of type WordLevel")])
-def test_exporting_a_tokenizer_to_gguf_that_llama_cpp_does_not_support_is_an_error(name, reason, tmp_path):
+def test_gguf_export_of_a_tokenizer_that_llama_cpp_does_not_support_is_an_error(name, reason, tmp_path):
     folder = tokenizer_folders.write(tokenizer_folders.KINDS[name], tmp_path / name)
     with pytest.raises(ModelFolderError, match=reason):
         export_gguf(folder, tmp_path / "model.gguf", "f32")
 
 
-def test_export_command_prints_file_size_and_how_far_its_logprobs_differ_from_the_models(tmp_path, monkeypatch, capsys):
+def test_export_command_prints_the_file_size_and_the_logprob_difference_to_the_model(tmp_path, monkeypatch, capsys):
     folder, _ = make("llama", tmp_path, monkeypatch)
     assert cli.main(["export", "--model", str(folder), "--gguf", "q8_0", "--out", str(tmp_path / "a" / "x.gguf")]) == 0
     said = capsys.readouterr().out

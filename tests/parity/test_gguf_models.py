@@ -33,7 +33,9 @@ def weights_of(path):
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_gguf_file_has_the_configuration_and_weights_of_the_exported_folder(name, tmp_path, monkeypatch):
+def test_model_read_from_a_gguf_file_has_the_configuration_and_weights_of_the_exported_model(
+    name, tmp_path, monkeypatch
+):
     """A file without sliding windows has positions for one window only, so that windows make no difference."""
     folder, _ = make(name, tmp_path, monkeypatch)
     export_gguf(folder, tmp_path / "model.gguf", "f32")
@@ -51,7 +53,7 @@ def test_gguf_file_has_the_configuration_and_weights_of_the_exported_folder(name
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_tokenizer_read_from_a_gguf_file_gives_the_ids_and_texts_of_the_exported_tokenizer(name, tmp_path):
+def test_tokenizer_read_from_a_gguf_file_encodes_and_decodes_like_the_exported_tokenizer(name, tmp_path):
     folder = tokenizer_folder(name, tmp_path)
     export_gguf(folder, tmp_path / "model.gguf", "f16")
     expected, found = (Tokenizer.from_pretrained(path) for path in (folder, resolve_model(tmp_path / "model.gguf")))
@@ -91,7 +93,7 @@ def quantised(path, kind):
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
-def test_quantised_base_uses_the_quantised_blocks_of_the_gguf_file_unchanged(kind, tmp_path):
+def test_quantised_base_model_keeps_the_quantised_blocks_of_a_gguf_file_unchanged(kind, tmp_path):
     """A block of 32 equal numbers 1 is d = 1/127 or -1/8 where it is quantised. A file may hold other blocks for them."""
     folder, file = folder_of_blocks(tmp_path / "folder"), tmp_path / "model.gguf"
     export_gguf(folder, file, kind)
@@ -110,14 +112,14 @@ def test_quantised_base_uses_the_quantised_blocks_of_the_gguf_file_unchanged(kin
     assert bytes(blocks[0, : len(block)].tolist()) == block
 
 
-def test_quantised_base_with_recurrent_layers_uses_the_quantised_blocks_of_the_gguf_file_unchanged(tmp_path):
+def test_quantised_recurrent_layers_keep_the_quantised_blocks_of_a_gguf_file_unchanged(tmp_path):
     folder, file = folder_of_blocks(tmp_path / "folder", RECURRENT), tmp_path / "model.gguf"
     export_gguf(folder, file, "q8_0")
     expected, found = quantised(folder, "q8_0"), quantised(file, "q8_0")
     assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_recurrent_value_heads_that_share_a_block_of_a_gguf_file_are_dequantised(tmp_path):
+def test_gguf_blocks_that_span_several_value_heads_of_a_recurrent_layer_are_dequantised(tmp_path):
     """The file has the value heads 0, 3, 1, 4, 2, 5: the first, second and third ones of each key head."""
     heads_of_16 = RECURRENT | dict(linear_key_head_dim=16, linear_value_head_dim=16)
     folder, file = folder_of_blocks(tmp_path / "folder", heads_of_16), tmp_path / "model.gguf"
@@ -150,7 +152,7 @@ def test_multi_token_prediction_layers_of_a_gguf_file_are_ignored(tmp_path):
     assert found.config == expected.config and found.config["num_hidden_layers"] == 2
 
 
-def test_gguf_tensors_in_a_block_format_without_kernels_are_dequantised_on_loading(tmp_path):
+def test_gguf_tensors_in_a_quantisation_format_without_kernels_are_dequantised_on_loading(tmp_path):
     folder, file = folder_of_blocks(tmp_path / "folder"), tmp_path / "model.gguf"
     export_gguf(folder, file, "q5_1")
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
@@ -160,7 +162,7 @@ def test_gguf_tensors_in_a_block_format_without_kernels_are_dequantised_on_loadi
     assert found.tolist() == gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(-1).tolist()
 
 
-def test_lora_run_over_a_gguf_file_has_equal_logprobs_and_its_checkpoint_names_the_file(tmp_path):
+def test_lora_run_on_a_gguf_model_has_equal_logprobs_and_a_checkpoint_that_names_the_file(tmp_path):
     file = tmp_path / "base.gguf"
     export_gguf(folder_of_blocks(tmp_path / "folder"), file, "q8_0")
     more = (f"policy.model_name={file}", "policy.hf_config_overrides=null", f"policy.tokenizer.name={file}")
@@ -175,7 +177,7 @@ def test_lora_run_over_a_gguf_file_has_equal_logprobs_and_its_checkpoint_names_t
     assert read_model_folder(tmp_path / "weights").path == resolve_model(file)
 
 
-def test_text_generated_from_a_gguf_file_equals_that_of_the_exported_folder(tmp_path):
+def test_text_generated_from_a_gguf_file_equals_that_of_the_exported_model(tmp_path):
     folder, file = folder_of_blocks(tmp_path / "folder"), tmp_path / "model.gguf"
     export_gguf(folder, file, "f32")
     texts = [
@@ -195,7 +197,7 @@ def test_gguf_file_with_an_engine_other_than_native_is_an_error(keys, engine):
         load_grpo_config("grpo_tiny.yaml", ["policy.model_name=model.gguf", "policy.hf_config_overrides={}", *keys])
 
 
-def test_damaged_gguf_files_and_unknown_architectures_are_errors_and_leave_no_converted_folder(tmp_path):
+def test_corrupt_and_unsupported_gguf_files_are_errors_and_leave_no_converted_folder(tmp_path):
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF" + bytes(20))
     with pytest.raises(SourceError, match="is not a whole GGUF file"):

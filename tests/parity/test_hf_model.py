@@ -78,7 +78,7 @@ def test_gradients_of_every_architecture_match_transformers(name, tmp_path, monk
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_groups", "nemotron_h_experts"])
-def test_numbers_of_tokens_routed_to_each_expert_match_transformers(name, tmp_path):
+def test_token_counts_per_expert_match_transformers(name, tmp_path):
     hf, model = build(name, tmp_path), load(tmp_path)
     trainer, (batch, ids, lengths, _) = C.Trainer(model), ragged_batch()
     out = torch.zeros(ids.shape)
@@ -98,7 +98,7 @@ def test_numbers_of_tokens_routed_to_each_expert_match_transformers(name, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe_sparse_step"])
-def test_gradient_of_the_load_balancing_loss_of_experts_matches_transformers(name, tmp_path):
+def test_gradient_of_the_moe_load_balancing_loss_matches_transformers(name, tmp_path):
     """It is transformers' loss of each layer and sequence, divided by the number of experts of a token."""
     hf = build(name, tmp_path, torch.float64)
     balance = sys.modules[type(hf).__module__].load_balancing_loss_func
@@ -142,7 +142,7 @@ FROZEN = [pytest.param(name, True, id=f"{name}-frozen routers") for name in ("qw
         *FROZEN,
     ],
 )  # fmt: skip
-def test_weights_after_ten_adamw_steps_match_those_of_torchs_adamw(name, freezes, tmp_path, monkeypatch):
+def test_weights_after_ten_adamw_steps_match_torch_adamw(name, freezes, tmp_path, monkeypatch):
     # a recurrence accumulates the rounding errors of float32, and torch's differ between processors
     recurs = name.startswith(("qwen3_5", "qwen3_next", "nemotron_h"))
     dtype = torch.float64 if recurs else torch.float32

@@ -91,7 +91,7 @@ def test_lora_gradients_match_autograd(name, targets, merge, tmp_path, monkeypat
 
 @pytest.mark.parametrize("merge", [True, False], ids=["merged", "apart"])
 @pytest.mark.parametrize("name", sorted(set(MIXTURES) - set(DEFAULT_ROPE)))
-def test_float32_lora_gradients_of_experts_with_yarn_match_autograd(name, merge, tmp_path):
+def test_float32_lora_gradients_of_a_moe_model_with_yarn_match_autograd(name, merge, tmp_path):
     """Experts with biases and clamped SwiGLU (gpt-oss), and with a sigmoid router and a shared expert (DeepSeek-V3). In
     float32, because transformers computes the cosines of YaRN in it."""
     hf = build(name, tmp_path).double()
@@ -101,7 +101,7 @@ def test_float32_lora_gradients_of_experts_with_yarn_match_autograd(name, merge,
 
 @pytest.mark.parametrize("merge", [True, False], ids=["merged", "apart"])
 @pytest.mark.parametrize("name", ["llama_biases", "qwen3", "nemotron_h"])
-def test_gradients_of_megatrons_common_a_match_autograd(name, merge, tmp_path, monkeypatch):
+def test_lora_gradients_with_one_a_matrix_per_fused_projection_match_autograd(name, merge, tmp_path, monkeypatch):
     hf = build(name, tmp_path, torch.float64)
     compute_in_float64(hf, monkeypatch)
     lora = megatrons(tmp_path, merge=merge)
@@ -158,7 +158,7 @@ def assert_gradients_match(model, hf, lora, bound):
     [("qwen2", 7 * 3, 1e-5), ("qwen3_5", 3 * 6 + 7, 1e-4), ("nemotron_h", 2 * 2 + 4 + 2 * 2, 1e-4)],
 )
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
-def test_float32_lora_gradients_over_a_quantised_base_match_autograd_over_the_dequantised_base(
+def test_float32_lora_gradients_on_a_quantised_base_match_autograd_on_the_dequantised_base(
     kind, name, matrices, bound, tmp_path, monkeypatch
 ):
     hf = build(name, tmp_path, hidden_size=64, intermediate_size=96)
@@ -178,7 +178,7 @@ def test_float32_lora_gradients_over_a_quantised_base_match_autograd_over_the_de
 
 
 @pytest.mark.parametrize("merge", [True, False], ids=["merged", "apart"])
-def test_lora_adapters_after_ten_adamw_steps_match_those_of_torchs_adamw(merge, tmp_path):
+def test_lora_adapters_after_ten_adamw_steps_match_torch_adamw(merge, tmp_path):
     """From B = 0, with clipping and weight decay, in float32."""
     hf = build("qwen2", tmp_path)
     model = adapted(tmp_path, lora_of(tmp_path, merge=merge), torch.float32, spread=0.0)
@@ -224,7 +224,7 @@ def saved(tmp_path, name, of=lora_of, **keys):
     + [(name, targets) for name in MAMBA for targets in ("all", "for PEFT")]
     + [("qwen3_next", "some")],
 )
-def test_saved_lora_adapter_gives_the_logits_of_the_merged_model_in_peft(targets, name, tmp_path):
+def test_saved_lora_adapter_in_peft_gives_the_logits_of_the_merged_model(targets, name, tmp_path):
     peft = pytest.importorskip("peft")
     hf, model, folder = saved(tmp_path, name, **TARGETS[targets])
     ids = torch.arange(3, 40)[None]
@@ -261,7 +261,7 @@ def test_unmerged_lora_adapter_gives_the_same_logits_as_peft(name, rslora, of, t
     assert loaded.peft_config["default"].use_rslora is rslora
 
 
-def test_saved_lora_adapter_has_the_tensor_names_and_config_fields_of_peft(tmp_path):
+def test_saved_lora_adapter_has_the_same_tensor_names_and_config_fields_as_in_peft(tmp_path):
     from safetensors.torch import load_file
 
     _, model, folder = saved(tmp_path, "llama_tied", **TARGETS["some"])

@@ -91,7 +91,7 @@ def check_equal(hf, path, overrides, out):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_valid_model_folder_gives_the_same_model_as_in_transformers(name, bases, a_run, tmp_path):
+def test_valid_model_folder_loads_as_the_same_model_as_in_transformers(name, bases, a_run, tmp_path):
     path = built(*WHOLE[name], bases, tmp_path)
     hf = of_transformers(path)
     saved = check_equal(hf, path, None, tmp_path / "out")
@@ -109,7 +109,7 @@ def test_valid_model_folder_gives_the_same_model_as_in_transformers(name, bases,
 
 
 @pytest.mark.parametrize("name", FAULTY)
-def test_faulty_model_folder_is_a_one_line_error_in_training_generation_and_checks(name, bases, a_run, tmp_path):
+def test_invalid_model_folder_is_a_one_line_error_in_training_generation_and_checks(name, bases, a_run, tmp_path):
     base, change, sentence = FAULTY[name]
     path = built(base, change, bases, tmp_path)
     for read in (
@@ -141,7 +141,7 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_hf_config_override_has_the_same_effect_on_transformers_4_and_5_configs(name, bases, a_run, tmp_path):
+def test_hf_config_override_has_the_same_effect_on_configs_of_transformers_4_and_5(name, bases, a_run, tmp_path):
     before, overrides, after = OVERRIDES[name]
     path = built("llama", before, bases, tmp_path)
     meant = Folder(bases["llama"], tmp_path / "meant")
@@ -186,7 +186,7 @@ def test_lm_head_that_differs_from_the_tied_embedding_is_kept_with_a_warning(bas
 
 @pytest.mark.parametrize("base", ["llama", "qwen2", "qwen3", "tied", "wide"])
 @pytest.mark.parametrize("value_head", [False, True])
-def test_parameter_shapes_that_the_checks_compute_equal_those_of_the_native_model(base, value_head, bases):
+def test_parameter_shapes_computed_by_the_preflight_check_equal_those_of_the_native_model(base, value_head, bases):
     config = open_model_folder(str(bases[base])).config | (
         {"attention_bias": True, "mlp_bias": True} if base != "qwen2" else {}
     )

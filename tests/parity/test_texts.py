@@ -143,7 +143,7 @@ def served(model, kind, body, ids):
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_response_texts_of_rollouts_and_server_equal_the_decoding_of_transformers(name, tmp_path):
+def test_response_texts_of_rollouts_and_server_equal_those_decoded_by_transformers(name, tmp_path):
     from transformers import AutoTokenizer
 
     make, settings = MADE[name]
@@ -178,7 +178,7 @@ def test_response_texts_of_rollouts_and_server_equal_the_decoding_of_transformer
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_character_that_begins_in_the_prompt_and_ends_in_the_response_is_in_the_response_text(skip):
+def test_utf8_character_split_between_prompt_and_response_appears_in_the_response_text(skip):
     """A prompt that ends within a character has no text for it, so the answer that completes the character has it."""
     for make in (lambda: byte_level([]), byte_fallback):
         backend = make()

@@ -17,9 +17,7 @@ _MEANS = {
 }  # fmt: skip
 
 
-def aggregate_microbatch_metrics(
-    all_mb_metrics: Mapping[str, list[float]], num_global_batches: int = 1
-) -> dict[str, float]:
+def aggregate_microbatch_metrics(all_mb_metrics: Mapping[str, list[float]]) -> dict[str, float]:
     """Return one value per metric from its values over micro-batches (see `collect_metrics`).
 
     Losses and fractions of tokens are already divided by global counts, so they are summed. Minima and maxima ignore
@@ -45,17 +43,19 @@ def aggregate_microbatch_metrics(
             result[name] = float(f"{math.fsum(kept):.13g}")  # so that shares of one whole add up to 1
     sums, tokens = all_mb_metrics.get("token_mult_prob_error_sum"), all_mb_metrics.get("global_valid_toks")
     if sums and tokens and len(sums) == len(tokens):
-        result["token_mult_prob_error"] = _mean_of_tokens(sums, tokens) / num_global_batches
+        result["token_mult_prob_error"] = _mean_of_tokens(sums, tokens)
     return result
 
 
 def _mean_of_tokens(sums: list[float], tokens: list[float]) -> float:
-    """Return the sum of sums[b] / tokens[b] over the global batches b that have tokens, with one division for each
+    """Return the mean of sums[b] / tokens[b] over the global batches b that have tokens, with one division for each
     number of tokens."""
     total: dict[float, list[float]] = {}
     for value, count in zip(sums, tokens):
-        total.setdefault(count, []).append(value)
-    return math.fsum(math.fsum(values) / count for count, values in total.items() if count > 0)
+        if count > 0:
+            total.setdefault(count, []).append(value)
+    number = sum(map(len, total.values()))
+    return math.fsum(math.fsum(values) / count for count, values in total.items()) / max(number, 1)
 
 
 def training_metrics(result: TrainingResult) -> dict[str, float]:
@@ -64,7 +64,7 @@ def training_metrics(result: TrainingResult) -> dict[str, float]:
     `max_logprob_gap` and `logprob_mismatched_tokens` compare the log-probabilities of generation with those of the
     first training forward pass. Both are 0 if the two passes compute exactly the same on the same weights."""
     metrics = {"loss": float(result["loss"].mean()), "grad_norm": float(result["grad_norm"].mean())}
-    metrics |= aggregate_microbatch_metrics(result["all_mb_metrics"], len(result["loss"]))
+    metrics |= aggregate_microbatch_metrics(result["all_mb_metrics"])
     exactness = result.get("exactness")
     if exactness is not None:
         metrics["max_logprob_gap"] = exactness.max_gap

@@ -11,6 +11,7 @@ from nemo_rl_cpp.algorithms.step_metrics import (
     rollout_table,
     training_metrics,
 )
+from nemo_rl_cpp.models.policy.updates import collect_metrics
 from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 from nemo_rl_cpp.rollouts.rollout_metrics import combine_rollout_metrics
 
@@ -29,29 +30,42 @@ def test_micro_batch_metrics_are_summed_except_minima_maxima_and_means():
     }  # fmt: skip
 
 
-def mult_prob_error(sums, tokens, global_batches=1):
-    """Of micro-batches, as `policy.train` returns them: shares, their numerators and the tokens of their global batch."""
-    shares = [value / (count + 1e-8) / global_batches for value, count in zip(sums, tokens)]
-    given = {"token_mult_prob_error": shares, "token_mult_prob_error_sum": sums, "global_valid_toks": tokens}
-    metrics = aggregate_microbatch_metrics(given, global_batches)
-    assert "token_mult_prob_error_sum" not in metrics  # it is a part of a metric, not one
-    return metrics["token_mult_prob_error"]
+def mult_prob_error(*global_batches):
+    """Each global batch is a list of (numerator, valid tokens), one for each micro-batch."""
+    metrics = []
+    for batch in global_batches:
+        count = sum(tokens for _, tokens in batch)
+        metrics.append([{
+            "token_mult_prob_error": value / (count + 1e-8), "token_mult_prob_error_sum": value, "global_valid_toks": count,
+            "num_valid_samples": float(tokens > 0),
+        } for value, tokens in batch])  # fmt: skip
+    result = aggregate_microbatch_metrics(collect_metrics(metrics))
+    assert "token_mult_prob_error_sum" not in result  # it is a part of a metric, not one
+    return result["token_mult_prob_error"]
 
 
 @pytest.mark.parametrize("sizes", [[1] * 49, [5, 6, 5, 7] * 43, [173], list(range(1, 200))], ids=len)
 def test_token_mult_prob_error_of_equal_logprobs_over_many_micro_batches_is_exactly_one(sizes):
     """An exact run reports a token_mult_prob_error of 1, not of 0.9999999999999998; the smallest gap still shows."""
-    sums, tokens = [float(size) for size in sizes], [float(sum(sizes))] * len(sizes)
-    assert mult_prob_error(sums, tokens) == 1.0
-    sums[0] += 1e-11
-    assert 1.0 < mult_prob_error(sums, tokens) < 1.0 + 1e-12
+    batch = [(float(size), float(size)) for size in sizes]
+    assert mult_prob_error(batch) == 1.0
+    batch[0] = (sizes[0] + 1e-11, float(sizes[0]))
+    assert 1.0 < mult_prob_error(batch) < 1.0 + 1e-12
 
 
 def test_token_mult_prob_error_is_averaged_over_global_batches():
-    sums, tokens = [20.0, 29.0, 7.0, 4.0, 3.0, 46.0], [49.0, 49.0, 11.0, 11.0, 49.0, 49.0]
-    assert mult_prob_error(sums, tokens, global_batches=3) == 1.0
-    assert mult_prob_error([49.0, 22.0], [49.0, 11.0], global_batches=2) == 1.5  # 1 and 2
-    assert mult_prob_error([0.0, 11.0], [0.0, 11.0], global_batches=2) == 0.5  # the first batch trains nothing
+    first, second, third = [(20.0, 20.0), (29.0, 29.0)], [(7.0, 7.0), (4.0, 4.0)], [(3.0, 3.0), (46.0, 46.0)]
+    assert mult_prob_error(first, second, third) == 1.0
+    assert mult_prob_error([(49.0, 49.0)], [(22.0, 11.0)]) == 1.5  # 1 and 2
+
+
+@pytest.mark.parametrize("masked", [[], [{"probs_ratio": 0.0, "num_valid_samples": 0.0, "global_valid_toks": 0.0}]])
+def test_global_batch_without_a_valid_sample_does_not_change_means_over_global_batches(masked):
+    rows = [{"probs_ratio": 0.25, "num_valid_samples": 1.0, "global_valid_toks": 4.0},
+            {"probs_ratio": 0.75, "num_valid_samples": 3.0, "global_valid_toks": 4.0}]  # fmt: skip
+    metrics = aggregate_microbatch_metrics(collect_metrics([rows, masked]))
+    assert metrics == {"probs_ratio": 1.0, "num_valid_samples": 4.0, "global_valid_toks": 4.0}
+    assert mult_prob_error([(11.0, 11.0)], [(0.0, 0.0)] * len(masked)) == 1.0
 
 
 def test_token_mult_prob_error_of_micro_batches_is_summed_in_float64():

@@ -87,15 +87,17 @@ _NUMERATOR = "token_mult_prob_error_sum"
 
 def collect_metrics(global_batches: list[list[dict[str, float]]]) -> dict[str, list[float]]:
     """Return {metric: list of values} over all micro-batches of all global batches of a `train` call. Micro-batches
-    without a valid sample are skipped.
+    without a valid sample are skipped, and so are global batches that have no other micro-batches.
 
-    Most metrics have one value per micro-batch, the metric divided by the number of global batches as in NeMo RL;
-    minima and maxima are not divided. Metrics of a global batch (`lr`, `wd`, the counts of valid samples and tokens,
-    and `token_mult_prob_error_sum`, which is summed) have one value per global batch, so that their mean does not
-    depend on the size of micro-batches."""
+    Most metrics have one value per micro-batch, the metric divided by the number of global batches; minima and maxima
+    are not divided. NeMo RL also counts global batches without a valid sample: if one of two is such, a ratio that is 1
+    at every token becomes 0.5. Metrics of a global batch (`lr`, `wd`, the counts of valid samples and tokens, and
+    `token_mult_prob_error_sum`, which is summed) have one value per global batch, so that their mean does not depend on
+    the size of micro-batches."""
     collected: dict[str, list[float]] = {}
-    for micro_batches in global_batches:
-        kept = [metrics for metrics in micro_batches if metrics.get("num_valid_samples", 1) != 0]
+    valid = [[each for each in batch if each.get("num_valid_samples", 1) != 0] for batch in global_batches]
+    number = sum(bool(kept) for kept in valid)
+    for kept in valid:
         for name in dict.fromkeys(name for metrics in kept for name in metrics):
             values = [metrics[name] for metrics in kept if name in metrics]
             if name in _OF_GLOBAL_BATCH:
@@ -103,7 +105,7 @@ def collect_metrics(global_batches: list[list[dict[str, float]]]) -> dict[str, l
             elif name == _NUMERATOR:
                 values = [math.fsum(values)]
             elif extremum(name) is None:
-                values = [value / len(global_batches) for value in values]
+                values = [value / number for value in values]
             collected.setdefault(name, []).extend(values)
     return collected
 

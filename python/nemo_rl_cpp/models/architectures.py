@@ -1,5 +1,4 @@
-"""The table of supported architectures: for each model_type, the structure of its layers and the defaults of its
-config.json."""
+"""The table of supported architectures: the layers' structure and config.json's defaults of each model_type."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -26,8 +25,8 @@ def _listed(form: Form, every: int, others: str = SLIDING) -> list[str]:
 
 
 def _where_switched_on(slides: Callable[[Form, int], bool]) -> Callable[[Form], list[str]]:
-    """Return a function for the kind of each layer: FULL for all if use_sliding_window is false, otherwise layer_types,
-    or if that key is missing SLIDING for the layers i with slides(form, i)."""
+    """Return a function that maps a config.json to its layers' kinds: all FULL if use_sliding_window is false,
+    otherwise layer_types. If that key is missing, the layers i with slides(form, i) are SLIDING, the others FULL."""
 
     def layer_types(form: Form) -> list[str]:
         if not form["use_sliding_window"]:
@@ -67,8 +66,7 @@ class Experts(NamedTuple):
 
     Attributes:
         count, width: keys of the number of experts and of each expert's intermediate size.
-        renormalise: key that sets whether the weights of a token's experts are scaled to sum to 1; None: they always
-            are.
+        renormalise: key that sets whether the weights of a token's experts are scaled to sum to 1; None: always.
         shared: key of the intermediate size of the shared expert, an MLP that processes all tokens; or
             n_shared_experts, by which the experts' intermediate size is multiplied. None: no shared expert.
         has_biases: router and experts have biases.
@@ -100,8 +98,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def has_experts(form: Mapping[str, Plain]) -> bool:
-    """Return whether the model of the config.json `form` has experts. It has none if its key hybrid_override_pattern
-    has no E."""
+    """Return whether the model of the config.json `form` has experts: not if hybrid_override_pattern has no E."""
     return "E" in str(form.get("hybrid_override_pattern", "E"))
 
 
@@ -192,8 +189,8 @@ WITH_A_TEXT_SECTION = {
 
 
 def _read_defaults() -> dict[str, dict[str, Plain]]:
-    """Return {model_type: transformers 5's defaults for keys that config.json omits}, from config_defaults.json. There
-    an entry has the keys of the entry `like`, which stands above it, and its own."""
+    """Return {model_type: transformers 5's defaults for keys that config.json omits}, from config_defaults.json. An
+    entry there also has the keys of the earlier entry that it names as `like`."""
     defaults: dict[str, dict[str, Plain]] = {}
     for name, own in json.loads(Path(__file__).with_name("config_defaults.json").read_text(encoding="utf-8")).items():
         defaults[name] = defaults.get(own.pop("like", ""), {}) | own

@@ -1,5 +1,4 @@
-"""The tensors of a safetensors file that bitsandbytes quantised: matrices in nf4, or in 8 bits with a scale for each
-row."""
+"""The tensors of a safetensors file that bitsandbytes quantised: nf4, or 8 bits with a scale for each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses memory settings (micro-batches, activation checkpointing, kept activations, size of the KV cache) with which
+"""Choose memory settings (micro-batches, activation checkpointing, kept activations, size of the KV cache) with which
 the estimated memory is at most policy.memory_budget_gb."""
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from nemo_rl_cpp.models.model_sizes import model_sizes
 
 _KEEP_ALL = 1e9  # GB
 _UNCOUNTED = 0.06e9
-"""Bytes of a budget that are left for what the forecast does not count: the modules of the user's code, and buffers of
-threads."""
+"""Bytes of a budget for what the forecast does not count: modules of the user's code, and buffers of threads."""
 
 
 def within_budget(config: WholeConfig) -> WholeConfig:
@@ -67,7 +66,7 @@ def _settings_text(config: TrainMasterConfig) -> str:
 
 
 def _choices(config: TrainMasterConfig) -> Iterator[TrainMasterConfig]:
-    """Yield the configuration, and then variants that need less and less memory: smaller micro-batches, which cost the
+    """Yield the configuration, then variants that need less and less memory: smaller micro-batches, which cost the
     least time; no kept activations; activation checkpointing; half of the KV cache, and so on."""
     policy, fixed = config.policy, config.fixed_by_user
     section = f"policy.{'megatron_cfg' if policy.megatron_cfg.enabled else 'dtensor_cfg'}.activation_checkpointing"
@@ -104,8 +103,7 @@ def _kept_sizes(config: TrainMasterConfig, recomputes: bool) -> list[float | Non
 
 
 def _cache_sizes(config: TrainMasterConfig) -> Iterator[float | None]:
-    """Yield values of policy.generation.kv_cache_gb to try: the configured one, then half as much each time, down to
-    what one sequence needs."""
+    """Yield values of policy.generation.kv_cache_gb to try: the configured one, then halves, down to one sequence's."""
     policy = with_known_sizes(config).policy
     yield policy.generation.kv_cache_gb
     sizes = model_sizes(policy.model_name, policy.hf_config_overrides)

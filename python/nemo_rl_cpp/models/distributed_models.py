@@ -80,7 +80,7 @@ class DistributedModel:
         return self.group.call_all("learning_rate")[0]
 
     def _of_rank_0(self, method: str, *arguments: object) -> object:
-        """Call `method` in all workers, with absolute paths, and return the result of rank 0."""
+        """Call `method` in all workers, with the paths in `arguments` made absolute, and return rank 0's result."""
         return self.group.call_all(method, *map(absolute, arguments))[0]
 
     state_dict = partialmethod(_of_rank_0, "first_state_dict")  # all weights, by their Hugging Face names
@@ -145,8 +145,7 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
     def create_generation(
         self, generation_config: GenerationConfig | None = None, **options: object
     ) -> DistributedGeneration:
-        """Create an engine in every worker. Each engine reads its worker's weights in place, so that it needs neither a
-        copy nor a refit."""
+        """Create an engine in every worker, which reads the worker's weights in place and thus needs no refit."""
         blocks = self.config.gradient_blocks, self.config.train_global_batch_size, self.config.shards_gradients
         config = generation_config or self.config.generation
         return DistributedGeneration(self.group, config, options, self.tokenizer, blocks)
@@ -183,6 +182,5 @@ def plain_batch(data: Batch) -> RaggedBatch:
 
 
 def absolute(path: object) -> object:
-    """Return a path as an absolute one, because workers may have a different working directory. Return a value that is
-    no path unchanged."""
+    """Return a path as an absolute one, as workers may have other working directories, and other values unchanged."""
     return Path(path).expanduser().absolute() if isinstance(path, (str, Path)) else path

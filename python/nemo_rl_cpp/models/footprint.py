@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from nemo_rl_cpp.models.model_sizes import ModelSizes
 
 KEY_TILE = 32
-"""tokens of a block of the KV cache (csrc/kernels/attention.h)"""
+"""Tokens of a block of the KV cache (csrc/kernels/attention.h)."""
 _VOCAB_BLOCK, _ROW_BLOCK, _FUSED_ROWS, _FUSED_LOGITS = 2048, 64, 1024, 56_000_000
 """The LM head computes the logits of up to _FUSED_ROWS rows, at most _FUSED_LOGITS numbers, before their loss is known,
 in blocks of _VOCAB_BLOCK columns (csrc/kernels/product_figures.h)."""
 _SUM = 4
-"""bytes of a number of the residual stream and of gradients that are summed: float32"""
+"""Bytes of a number in the residual stream and in sums of gradients: float32."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,7 @@ class Buffers:
         return self.width * (s.hidden_size + self._inner) + results + by_expert
 
     def head(self, scored: float) -> float:
-        """Return the bytes per token of the LM head's inputs and of their gradients. `scored`: share of the tokens that
-        get logits."""
+        """Return the bytes per token of the LM head's inputs and their gradients; the share `scored` has logits."""
         return scored * self.sizes.hidden_size * (3 * _SUM + self.width)
 
     def training(self, checkpointing: bool, scored: float) -> float:
@@ -84,8 +83,7 @@ class Buffers:
 
     @property
     def backward(self) -> float:
-        """Return the bytes that a backward pass needs besides the layers' stored activations: gradients, and the last
-        layer's output."""
+        """Return the bytes of a backward pass besides stored activations: gradients, and the last layer's output."""
         s = self.sizes
         query, key_value = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
         by_expert = s.experts_per_token * (s.latent_size or s.hidden_size) if s.experts > 1 else 0

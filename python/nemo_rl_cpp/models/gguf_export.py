@@ -1,4 +1,4 @@
-"""Writes a model folder as a GGUF file, the format of llama.cpp, Ollama and LM Studio (ggml's docs/gguf.md).
+"""Write a model folder as a GGUF file, the format of llama.cpp, Ollama and LM Studio (ggml's docs/gguf.md).
 
 llama.cpp derives the computation from the architecture's name and from metadata, so a GGUF file cannot represent every
 variant of a model family. Variants that it cannot represent raise ModelFolderError."""
@@ -109,8 +109,7 @@ def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
 
 
 def check_family(config: Mapping[str, Plain]) -> None:
-    """Raise ModelFolderError if llama.cpp would not compute the same results for the model. `config` is its config.json
-    in canonical form."""
+    """Raise ModelFolderError if llama.cpp would compute other results for the model of this canonical config.json."""
     kind = config["model_type"]
     if kind not in FAMILIES:
         raise ModelFolderError(

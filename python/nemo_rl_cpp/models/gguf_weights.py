@@ -51,8 +51,7 @@ FAMILIES = {
 
 
 def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
-    """Return {name of a parameter in the model folder: its name in llama.cpp}. A matrix of all experts of a layer has
-    one name."""
+    """Return {name of a parameter in the model folder: name in llama.cpp}. A layer's experts share one name."""
     architecture = FAMILIES[config["model_type"]].architecture
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     known = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
@@ -62,8 +61,7 @@ def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
 
 
 def stored_names(config: Mapping[str, Plain]) -> dict[str, list[str]]:
-    """Return {name of a tensor in llama.cpp: list of parameters of the model folder}. One tensor may contain several
-    parameters, listed in its order."""
+    """Return {name of a tensor in llama.cpp: the model folder's parameters that it contains, in their order}."""
     stored: dict[str, list[str]] = {}
     for here, there in tensor_names(config).items():
         stored.setdefault(there, []).append(here)
@@ -120,11 +118,10 @@ class LinkedTensors:
 
 
 def to_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.ndarray:
-    """Return a parameter in llama.cpp's layout. The norms of Gemma and Qwen3.5 get 1 added. If llama.cpp's RoPE pairs
-    adjacent rows, the rows of query and key projections are interleaved: row i of a head's first half becomes row 2i,
-    and row i of its second half becomes row 2i + 1. The value heads of a gated delta net that share a key head are
-    adjacent in Hugging Face; llama.cpp has the first one of every key head, then the second ones. A_log becomes
-    -exp(A_log)."""
+    """Return a parameter in llama.cpp's layout. The norms of Gemma and Qwen3.5 get 1 added; A_log becomes -exp(A_log).
+    If llama.cpp's RoPE pairs adjacent rows, the rows of query and key projections are interleaved: row i of a head's
+    first half becomes row 2i, and row i of its second half row 2i + 1. The value heads of a gated delta net that share
+    a key head are adjacent in Hugging Face; llama.cpp has the first one of every key head, then the second ones."""
     heads = _paired_heads(config, name)
     if heads:
         halves = values.reshape(heads, 2, -1, *values.shape[1:])

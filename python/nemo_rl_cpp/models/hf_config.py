@@ -1,5 +1,4 @@
-"""Reads a Hugging Face config.json for the native decoder and rejects what the decoder does not support. Needs no
-torch.
+"""Read a Hugging Face config.json for the native decoder, and reject what it does not support. Needs no torch.
 
 transformers 4 and 5 write config.json differently, and both omit default values. `canonical_config` converts every
 config.json to one canonical form, which the decoder, the comparison of two models and the saved config.json use."""
@@ -403,9 +402,8 @@ _ARCHITECTURE = (
 
 
 def architecture(config: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the keys of a configuration (in any form) that determine the computation, in canonical form. If two models
-    have equal keys and equal weights, they compute the same function. max_position_embeddings and token names are
-    ignored."""
+    """Return the keys of a configuration (in any form) that determine the computation, in canonical form: models with
+    equal keys and equal weights compute the same function. max_position_embeddings and token names are ignored."""
     form = canonical_config(config)
     made = SUPPORTED_ARCHITECTURES[form["model_type"]]
     known = {*made.defaults, *_LAYERS, "model_type", "num_key_value_heads", "head_dim", "layer_types"}

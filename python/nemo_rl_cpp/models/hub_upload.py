@@ -1,4 +1,4 @@
-"""Uploads a model to the Hugging Face Hub, and writes its model card: the README.md of a model folder."""
+"""Upload a model to the Hugging Face Hub, and write its model card: the README.md of a model folder."""
 
 from __future__ import annotations
 
@@ -115,8 +115,7 @@ _GIVEN = "nemo_rl_cpp.api.Rows"  # the data set name of rows passed from Python
 
 
 def write_card(folder: Path, config: TrainMasterConfig, step: int) -> None:
-    """Write README.md into a folder with the weights after `step` steps, unless the folder has one that another program
-    wrote."""
+    """Write README.md into a folder with the weights after `step` steps, unless another program wrote one there."""
     path = folder / CARD
     if path.exists() and _MARK not in path.read_text(encoding="utf-8", errors="replace"):
         return

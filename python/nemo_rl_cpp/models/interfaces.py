@@ -46,8 +46,7 @@ class TrainedModelInterface(Protocol):
         None) all other state for a bit-identical resume. Neither folder exists before the call."""
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
-        """Return the total size in bytes of the tensors that `save_checkpoint` writes; `optimizer` includes the
-        optimizer's tensors."""
+        """Return the bytes of the tensors that `save_checkpoint` writes, with those of the optimizer if `optimizer`."""
 
     def non_finite_parameters(self) -> list[str]:
         """Return the names of the parameters that contain an infinity or NaN."""
@@ -71,8 +70,7 @@ class PolicyInterface(TrainedModelInterface, Protocol):
 
     def get_logprobs(self, data: Mapping[str, object]) -> Mapping[str, object]:
         """Return {"logprobs": float32 [T] or [B, S]}: each token's log-probability given the preceding tokens, under
-        the current weights with generation's temperature, top-k and top-p; 0 at untrained tokens and at the first token
-        of each sample."""
+        the current weights with generation's temperature, top-k and top-p; 0 at untrained and first tokens."""
 
     def get_reference_policy_logprobs(self, data: Mapping[str, object]) -> Mapping[str, object]:
         """Return {"reference_logprobs": float32 [T] or [B, S]}, computed like `get_logprobs`, but under the frozen
@@ -98,8 +96,7 @@ class PolicyInterface(TrainedModelInterface, Protocol):
         `distillation.topk_logits_k`."""
 
     def train(self, data: Mapping[str, object], loss_fn: Loss) -> TrainingResult:
-        """Train on the batch once, with one optimizer step per global batch. Afterwards the generation engine's weights
-        are stale."""
+        """Train on the batch once, with one optimizer step per global batch, which makes the engine's weights stale."""
 
     def weight_digest(self) -> str:
         """Return a digest of the weights, used to check that generation and training use equal weights."""

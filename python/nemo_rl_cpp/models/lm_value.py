@@ -50,8 +50,7 @@ class Value(TrainedModel, ValueInterface):
         return self._pass_over(data, gbs, self._runner(loss_fn, mbs), eval_mode)
 
     def saved_config(self) -> dict[str, Plain]:
-        """Return a config.json for transformers' sequence classifier with one label, which can load the checkpoint
-        unchanged."""
+        """Return a config.json with which transformers' sequence classifier with one label loads the checkpoint."""
         title = SUPPORTED_ARCHITECTURES[self.folder.config["model_type"]].title
         one_label = {"id2label": {"0": "value"}, "label2id": {"value": 0}, "tie_word_embeddings": False}
         return {**self.folder.config, "architectures": [f"{title}ForSequenceClassification"], **one_label}

@@ -43,8 +43,7 @@ _STREAM = 2**32
 
 
 def remove_adapter(weights: Path) -> None:
-    """Remove an adapter that `Lora.save` wrote from the folder `weights`, before weights without adapters are saved
-    there."""
+    """Remove an adapter that `Lora.save` wrote from `weights`, where weights without adapters will be saved."""
     folder = weights / ADAPTER
     if (folder / BASE_FILE).is_file():  # otherwise a different program wrote it
         for name in (CONFIG_FILE, WEIGHTS_FILE, BASE_FILE):
@@ -54,7 +53,7 @@ def remove_adapter(weights: Path) -> None:
 
 
 def _joined(modules: Sequence[str], shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[tuple[str, int], ...]]:
-    """Return `Lora.joined` for the adapted `modules`; `shapes` are those of the model's parameters."""
+    """Return `Lora.joined` of the adapted `modules`; `shapes` has the shapes of the model's parameters."""
     found = {}
     for module in modules:
         path, _, name = module.rpartition(".")
@@ -77,8 +76,7 @@ class Lora:
         folder: the base model. If it is a critic, its whole scalar head is trained together with the adapters.
         key: the configuration key of the settings, for messages.
         base_digest: digest of the base weights; empty if this process holds only a slice of them.
-        joined: the adapted modules that join modules of the model -> these modules and their numbers of rows
-            (Adapters.joins)."""
+        joined: adapted module that joins modules of the model -> these modules and their rows (Adapters.joins)."""
 
     section: str
     modules: tuple[str, ...]
@@ -92,9 +90,8 @@ class Lora:
 
     @classmethod
     def of(cls, config: TrainedModelConfig, folder: ModelFolder, section: str) -> Self | None:
-        """Return the LoRA adapters that `config`, the configuration section `section` ("policy" or "value"), requests
-        for the model `folder`; None if LoRA is disabled. Raise ValueError if it selects no matrix of the model, or one
-        that cannot be adapted."""
+        """Return the LoRA adapters that `config`, the section `section` ("policy" or "value"), requests for the model
+        `folder`; None if LoRA is disabled. Raise ValueError if it selects no matrix, or one that cannot be adapted."""
         wanted = config.lora
         if wanted is None:
             return None
@@ -241,7 +238,7 @@ class Lora:
         return {key: list(dict.fromkeys(names)) for key, names in found.items()}
 
     def _peft_ranks(self) -> dict[str, Plain]:
-        """Return the entries of adapter_config.json for adapters of another rank than `dim`."""
+        """Return the entries of adapter_config.json for fused projections, whose adapters have twice the rank `dim`."""
         names = {module.rpartition(".")[2] for module in self.modules} if is_fused(self.folder.config) else set()
         fused = [name for name, parts in PARTS.items() if not names.isdisjoint(parts)]
         if not fused:
@@ -253,8 +250,8 @@ class Lora:
         }
 
     def load(self, weights: Path, model: C.DecoderModel) -> None:
-        """Load an adapter that `save` wrote. Raise ValueError if it is missing, or does not match the settings or the
-        base model."""
+        """Load an adapter that `save` wrote. Raise ValueError if it is missing, or its settings or base model
+        differ."""
         folder = weights / ADAPTER
         if not (folder / WEIGHTS_FILE).is_file():
             raise ValueError(

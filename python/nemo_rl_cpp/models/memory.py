@@ -1,4 +1,4 @@
-"""Estimates a run's peak memory by phase, from the model's sizes and the configuration alone."""
+"""Estimate a run's peak memory by phase, from the model's sizes and the configuration alone."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 def machine_memory() -> float | None:
-    """Return the bytes of memory that this process may use: the machine's, or its cgroup limit if lower; None if
-    unknown."""
+    """Return the bytes of memory that this process may use: the machine's, or a lower cgroup limit; None: unknown."""
     try:
         amounts = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
     except (ValueError, OSError):
@@ -175,13 +174,13 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
 
 
 LIBRARIES = 660e6
-"""bytes of Python, torch and the data of a small run in one process, measured"""
+"""Bytes of Python, torch and the data of a small run in one process, measured."""
 _ONCE = ("master weights", "optimizer", "KV cache", "recurrent states", "logits")
 """Parts that exist once for each tensor-parallel slice, sharded over processes; other parts exist in every process."""
 
 
 def _engines(policy: PolicyConfig, sizes: ModelSizes, count: int) -> Parts:
-    """Return what `count` engines in separate workers hold in all phases: weights, and buffers for the next refit."""
+    """Return the memory of `count` engines in separate workers in all phases: weights, and buffers for refits."""
     if count == 0:
         return ()
     weights = float(sizes.parameters * _width(policy) * count)
@@ -220,9 +219,9 @@ def _trained(model: TrainedModelConfig, parameters: int, sizes: ModelSizes) -> i
 
 
 def _resting(model: TrainedModelConfig, parameters: int, name: str, sizes: ModelSizes, processes: int) -> Parts:
-    """Return what the model `name` ("policy" or "value") holds in all phases: weights, master weights and AdamW's two
-    moments. With LoRA: weights, adapters (float32, and copies in the run's precision) and the moments of the adapters;
-    with `lora_cfg.merge` also a second copy of the adapted weights."""
+    """Return the memory of the model `name` ("policy" or "value") in all phases: weights, master weights and AdamW's
+    two moments. With LoRA: weights, adapters (float32, and copies in the run's precision) and the moments of the
+    adapters; with `lora_cfg.merge` also a second copy of the adapted weights."""
     width, masters = _width(model), ()
     if model.backend == "hf" and processes > 1:
         width = 4  # FSDP2 keeps only the master weights
@@ -280,7 +279,8 @@ def _kv_cache(config: TrainMasterConfig, sizes: ModelSizes, responses: int, sequ
 
 
 def _states(policy: PolicyConfig, sizes: ModelSizes, sequences: int, prompts: int) -> Parts:
-    """Return the recurrent states of `sequences` sequences and of their prompts (csrc/generation/engine.cpp)."""
+    """Return the memory of the recurrent states of `sequences` sequences and their prompts
+    (csrc/generation/engine.cpp)."""
     if not sizes.recurrent_layers:
         return ()
     states = len(sizes.recurrent_layers) * float(sequences + min(prompts, sequences))
@@ -288,11 +288,12 @@ def _states(policy: PolicyConfig, sizes: ModelSizes, sequences: int, prompts: in
 
 
 _PACK_AFTER = 16
-"""decode steps with few sequences after which weights are packed (csrc/kernels/product_figures.h)"""
+"""Decode steps with few sequences after which weights are packed (csrc/kernels/product_figures.h)."""
 
 
 def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> Parts:
-    """Return the copy of the weights for small-batch decoding, 12 bits per weight (csrc/kernels/packed_weights.h)."""
+    """Return the memory of the weights' copy for small-batch decoding, 12 bits per weight
+    (csrc/kernels/packed_weights.h)."""
     generation = policy.generation
     ends_before = generation.packed_weights == "auto" and (generation.max_new_tokens or math.inf) <= _PACK_AFTER
     in_blocks = policy.quantization in ("q8_0", "q4_0")  # of every large matrix; blocks are not packed
@@ -360,8 +361,7 @@ def kept_activations_bytes(config: TrainMasterConfig, sizes: ModelSizes) -> floa
 
 
 def _generated_tokens(config: TrainMasterConfig, responses: int, sequences: int | None = None) -> int:
-    """Return the maximum number of tokens in `sequences` sequences (by default a step's), of which `responses` each
-    share a prompt."""
+    """Return the maximum number of tokens in `sequences` (None: a step's) of which `responses` each share a prompt."""
     policy, generation = config.policy, config.policy.generation
     length = generation.effective_max_model_len(policy.max_total_sequence_length)
     prompt = min(config.data.max_input_seq_length or length, length)
@@ -404,8 +404,8 @@ def _of_generation(config: TrainMasterConfig, sizes: ModelSizes, vocabulary: int
 
 
 def _of_checkpoint(models: Iterable[TrainedModelConfig], sizes: ModelSizes) -> Parts:
-    """Return the copy of the weights in which a checkpoint merges adapters, or puts experts into the layout of the
-    file, of the model that needs the most."""
+    """Return the memory of the copy of a model's weights into which saving merges adapters, or in which experts get the
+    file's layout; of several models, of the larger copy."""
     needed = 0.0
     for model in models:
         in_place = model.backend != "hf" and sizes.experts == 1 and (model.lora is None or model.lora.merge)
@@ -415,7 +415,7 @@ def _of_checkpoint(models: Iterable[TrainedModelConfig], sizes: ModelSizes) -> P
 
 
 def _of_scoring(config: TrainMasterConfig, sizes: ModelSizes) -> Parts:
-    """Return what computing log-probabilities needs besides the buffers that training keeps."""
+    """Return the memory of computing log-probabilities besides the buffers that training keeps."""
     policy, scored = config.policy, _scored_share(config)
     if policy.backend == "hf":
         size = float(micro_batch_tokens(policy, "logprob") * tape_bytes(sizes, _width(policy)))
@@ -428,7 +428,7 @@ def _of_scoring(config: TrainMasterConfig, sizes: ModelSizes) -> Parts:
 
 
 def _scoring_buffers(config: TrainMasterConfig, name: str, sizes: ModelSizes) -> Parts:
-    """Return the buffers that the native core keeps after computing log-probabilities with the frozen model `name`."""
+    """Return the memory of the buffers that the native core keeps after scoring with the frozen model `name`."""
     if config.policy.backend == "hf":
         return ()
     tokens = micro_batch_tokens(config.policy, "logprob")
@@ -436,7 +436,7 @@ def _scoring_buffers(config: TrainMasterConfig, name: str, sizes: ModelSizes) ->
 
 
 def _head(policy: TrainedModelConfig, sizes: ModelSizes, kind: str, scored: float) -> tuple[str, float]:
-    """Return the logits of a micro-batch ("train" or "logprob"), of whose tokens the share `scored` gets logits."""
+    """Return the memory of the logits that the share `scored` of a micro-batch's tokens ("train" or "logprob") gets."""
     tokens = micro_batch_tokens(policy, kind)
     if policy.backend == "hf":
         logits = tokens * sizes.vocab_size
@@ -453,7 +453,7 @@ def _head(policy: TrainedModelConfig, sizes: ModelSizes, kind: str, scored: floa
 
 
 def _gathered(policy: PolicyConfig, parameters: int, processes: int) -> Parts:
-    """Return the `parameters` weights that each process of the transformers backend gathers from all ranks."""
+    """Return the memory of the `parameters` weights that each process of the transformers backend gathers."""
     return (("gathered", float(parameters * _width(policy))),) if policy.backend == "hf" and processes > 1 else ()
 
 
@@ -522,8 +522,7 @@ _FEWER_ACTIVATIONS = "set policy.dtensor_cfg.activation_checkpointing=true, or l
 
 
 def fits(config: TrainMasterConfig) -> bool | None:
-    """Return whether the estimated peak is at most this machine's memory; None if either is not known, or if the run
-    uses a GPU."""
+    """Return whether the estimated peak is at most this machine's memory; None: unknown, or the run uses a GPU."""
     phases, amount = forecast(config), machine_memory()
     if phases is None or amount is None or config.cluster.device != "cpu":
         return None
@@ -531,7 +530,7 @@ def fits(config: TrainMasterConfig) -> bool | None:
 
 
 _BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "nf4": 20}
-"""format -> bytes of a block of 32 weights (csrc/kernels/weight_blocks.h)"""
+"""Format -> bytes of a block of 32 weights (csrc/kernels/weight_blocks.h)."""
 _BYTES_OF_TRAINING = 18  # per weight: bfloat16, float32 master, gradient and two moments
 
 

@@ -63,8 +63,7 @@ class ModelFolder:
         return native if self.quantization is None else {**native, "quantization": self.quantization}
 
     def check_weights(self) -> None:
-        """Raise the errors that building the model and loading its weights would raise. Only the headers of its files
-        are read."""
+        """Raise the errors of building the model and loading its weights, from the headers of its files alone."""
         native = self.native()
         if self.path is not None:
             entries = ((name, entry) for _, name, entry in all_entries(weight_files(self.path)))
@@ -208,8 +207,7 @@ def open_model_folder(
 
 
 def tiny_random(overrides: Mapping[str, Plain] | None = None, **fields: object) -> ModelFolder:
-    """Return the small model with random weights that `tiny-random` names. `fields` are further fields of
-    `ModelFolder`."""
+    """Return the small model with random weights that `tiny-random` names. `fields`: others of `ModelFolder`."""
     remarks = _override_remarks(TINY_RANDOM, hf_config.TINY_CONFIG, overrides)
     try:
         config = hf_config.canonical_config(hf_config.TINY_CONFIG, overrides)

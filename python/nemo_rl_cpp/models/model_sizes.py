@@ -64,8 +64,7 @@ class ModelSizes:
     """the routers' scores are sigmoids, and have biases"""
 
     kv_lora_rank: int = 0
-    """size of the latent vector of keys and values, in models with latent attention (models/latent_attention.py); 0:
-    none"""
+    """size of the latent vector of keys and values in latent attention (models/latent_attention.py); 0: none"""
     q_lora_rank: int = 0
     """size of the latent vector of queries; 0: none"""
     qk_rope_head_dim: int = 0
@@ -152,8 +151,7 @@ class ModelSizes:
 
     @property
     def _mlp_beside_mixer(self) -> int:
-        """Return the number of weights that a layer with a mixer (attention or a recurrence) has besides the mixer:
-        norms, and the MLP if such a layer has one."""
+        """Return the weights besides the mixer in a layer with a mixer: norms, and the MLP if the layer has one."""
         return self.hidden_size if self.mlp_layers else self._mlp_parameters + 2 * self.hidden_size
 
     @property
@@ -213,8 +211,7 @@ class ModelSizes:
 
     @property
     def backbone_parameters(self) -> int:
-        """Return the number of weights of a critic: those of the model without an untied LM head, plus a scalar
-        head."""
+        """Return the number of weights of a critic: the model's without an untied LM head, plus a scalar head."""
         head = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         return self.parameters - head + self.hidden_size
 
@@ -228,14 +225,12 @@ class KnownModel(NamedTuple):
 
 
 def recurrent_between(layers: int, every: int) -> tuple[int, ...]:
-    """Return the indices of the recurrent layers among `layers` layers, of which every `every`-th has attention and the
-    others are recurrent."""
+    """Return the indices of the recurrent ones of `layers` layers: all but every `every`-th, which has attention."""
     return tuple(layer for layer in range(layers) if (layer + 1) % every)
 
 
 def _layers_in(pattern: str) -> dict[str, tuple[int, ...]]:
-    """Return {"recurrent_layers": indices, "mlp_layers": indices} of a Nemotron-H pattern with one letter per layer,
-    such as "M-M*-"."""
+    """Return {"recurrent_layers": indices, "mlp_layers": indices} of a Nemotron-H pattern such as "M-M*-"."""
     named = {"recurrent_layers": RECURRENT, "mlp_layers": MLP}
     return {
         name: tuple(layer for layer, letter in enumerate(pattern) if PATTERN.get(letter) == kind)
@@ -285,8 +280,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
-    """Return {field of `ModelSizes`: value} for the sizes of experts in `known`, the keys of a config.json; {} if the
-    model has no experts."""
+    """Return {field of `ModelSizes`: value} for the experts in the config.json `known`; {} if it has none."""
     count = next((value for name in _EXPERTS if is_size(value := known.get(name))), None)
     if count is None:
         return {}
@@ -308,8 +302,7 @@ def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
 
 
 def recurrent_sizes(known: Mapping[str, object]) -> dict[str, object]:
-    """Return {field of `ModelSizes`: value} for the sizes of recurrent layers in a config.json; an empty mapping if it
-    has no such layers."""
+    """Return {field of `ModelSizes`: value} for the recurrent layers in a config.json; {} if it has none."""
     kinds, every, layers = (known.get(key) for key in ("layer_types", "full_attention_interval", "num_hidden_layers"))
     names = RECURRENT_SIZES[:4]
     if isinstance(pattern := known.get("hybrid_override_pattern"), str) and all(
@@ -326,8 +319,7 @@ def recurrent_sizes(known: Mapping[str, object]) -> dict[str, object]:
 
 
 def latent_sizes(known: Mapping[str, object]) -> dict[str, int]:
-    """Return {field of `ModelSizes`: value} for the sizes of latent attention in a config.json; an empty mapping if it
-    has no latent attention."""
+    """Return {field of `ModelSizes`: value} for the latent attention in a config.json; {} if it has none."""
     sizes = {name: value for name in SIZES if is_size(value := known.get(name))}
     if len(sizes) < len(SIZES):
         return {}

@@ -11,8 +11,7 @@ Shapes = dict[str, list[int]]
 
 
 def parameter_shapes(native: Mapping[str, Plain]) -> Shapes:
-    """Return {name: shape} of every parameter of the native `DecoderModel` with the arguments `native` (see
-    `native_config`)."""
+    """Return {name: shape} of every parameter of the model with the arguments `native` (see `native_config`)."""
     hidden, one_block = native["hidden_size"], native.get("one_block")
     attention, mlp, recurrent, experts = _attention_shapes(native), _mlp_shapes(native), {}, {}
     if "recurrent" in native:

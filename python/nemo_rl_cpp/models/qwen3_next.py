@@ -149,8 +149,7 @@ def joined_adapters(tensors: Mapping[str, Tensor], config: Mapping[str, Plain], 
 def split_adapters(
     tensors: Mapping[str, Tensor | np.ndarray], config: Mapping[str, Plain], dim: int
 ) -> dict[str, Tensor | np.ndarray]:
-    """Return the tensors of an adapter with the names and matrices of the native core: the inverse of
-    `joined_adapters`."""
+    """Return the tensors of an adapter for the native core's matrices: the inverse of `joined_adapters`."""
     places, split = part_rows(config), {}
     for name, tensor in tensors.items():
         if (found := _projection(name, PARTS)) is None:

@@ -80,8 +80,7 @@ def respell_kinds(
 
 
 def of_kind(form: Mapping[str, Plain], kind: str) -> dict[str, Plain]:
-    """Return `form`, a config.json in canonical form, with the `rope_theta` and `rope_scaling` of the layers of the
-    kind `kind` (see KINDS)."""
+    """Return the canonical config.json `form` with `rope_theta` and `rope_scaling` of the layers of `kind` (KINDS)."""
     if "rope_parameters" not in form:
         return dict(form)
     scaling = dict(form["rope_parameters"][kind])
@@ -103,8 +102,7 @@ def lay_rope_over(form: Mapping[str, Plain], overrides: Mapping[str, Plain]) -> 
     """Return a canonical configuration after applying the RoPE keys of `overrides` (as in transformers 4 or 5).
 
     A section with `rope_type` replaces the model's scaling section, null removes it, and one without `rope_type`
-    changes single keys of the model's. `rope_theta` is kept unless `overrides` sets it, in the section or at the top
-    level."""
+    changes single keys of the model's. `rope_theta` is kept unless `overrides` sets it anywhere."""
     changed = dict(form)
     beside = ("rope_theta", "partial_rotary_factor", _ORIGINAL)
     changed.update({name: overrides[name] for name in beside if overrides.get(name) is not None})

@@ -65,7 +65,7 @@ class TrainedModel:
             batch. By default this process is the only one."""
 
     section: str
-    """name of the configuration section, "policy" or "value", for error messages"""
+    """Name of the configuration section, "policy" or "value", for error messages."""
     value_head = False
 
     def __init__(
@@ -178,15 +178,13 @@ class TrainedModel:
         """Return the weights by Hugging Face name, as views of the storage that training (and generation) use.
 
         With LoRA the adapters are merged into the weights, in a copy unless training uses merged weights. With tensor
-        parallelism all processes of the group must call this: the first one returns copies of the whole tensors, the
-        others return {}."""
+        parallelism all processes of the group must call this: the first returns copies of the whole, the others {}."""
         weights = self.model.compute if self.lora is None else self.model.merged()
         whole = self.slices.gather(weights, "the weights")
         return {} if whole is None else named_views(self.slices.whole.specs, whole) | buffers(self.model)
 
     def first_state_dict(self) -> dict[str, Tensor]:
-        """Return `state_dict` in the first data-parallel group and {} in the others. All workers must call this
-        method."""
+        """Return `state_dict` in the first data-parallel group and {} in others. All workers must call this."""
         return self.state_dict() if self.slices.ranks.rank == 0 else {}
 
     # ---- forward and optimizer step ---------------------------------------------------------------------------------
@@ -326,8 +324,7 @@ class TrainedModel:
         return updates
 
     def _step(self, data: RaggedBatch, lr: float, weight_decay: float) -> float:
-        """Take the optimizer step; return the gradient norm before clipping. If it is not finite, raise
-        NonFiniteError."""
+        """Take the optimizer step and return the gradient norm before clipping. Raise NonFiniteError unless finite."""
         settings = self.config.effective_optimizer()
         result = self.trainer.step(
             lr=lr, beta1=settings.betas[0], beta2=settings.betas[1], eps=settings.eps, weight_decay=weight_decay,
@@ -366,9 +363,9 @@ class TrainedModel:
 
     def save_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
         """Save the model in Hugging Face format (weights, config, generation config, tokenizer) to `weights_path`, and
-        all other state that a bit-identical resume needs (moments, master weights, schedule) to `optimizer_path`. Of a
-        quantised model only the adapter is saved, not the weights. If a parameter is infinite or NaN, write nothing and
-        raise NonFiniteError."""
+        all other state of a bit-identical resume (moments, master weights, schedule) to `optimizer_path`. Of a
+        quantised model only the adapter is saved. If a parameter is infinite or NaN, write nothing and raise
+        NonFiniteError."""
         error, bad = None, self.non_finite_parameters()
         if bad:
             error = NonFiniteError(
@@ -479,8 +476,8 @@ class TrainedModel:
             ) from error
 
     def _read_other_masters(self, saved: safe_open) -> None:
-        """Read the master weights in the other form (`store_param_remainders`). A master weight is its bfloat16 weight,
-        which is loaded, and a remainder: see csrc/kernels/adamw.h."""
+        """Read master weights that were saved in the form that this run does not use (`store_param_remainders`):
+        float32 numbers, or remainders that complete the loaded bfloat16 weights (csrc/kernels/adamw.h)."""
         begin, end = self.trainer.shard
         if "masters" in saved.keys():
             whole = self.trained.take(saved.get_tensor("masters"))

@@ -1,4 +1,4 @@
-"""Reads the weights of a Hugging Face folder, and an adapter in PEFT's format, and compares them with a model's
+"""Read the weights of a Hugging Face folder, and an adapter in PEFT's format, and compare them with a model's
 parameters. Needs no torch."""
 
 from __future__ import annotations
@@ -323,8 +323,7 @@ def decoded(dtype: str, raw: bytes | memoryview) -> np.ndarray:
 
 
 def without_blocks(tensor: RawTensor) -> RawTensor:
-    """Return a tensor in a dtype of safetensors. A tensor in a block format becomes float32; any other is returned
-    unchanged."""
+    """Return a tensor in a dtype of safetensors: float32 if it is in a block format, otherwise unchanged."""
     if tensor.dtype not in ("NF4", *_BLOCKS):
         return tensor
     return RawTensor("F32", tensor.shape, memoryview(decoded(tensor.dtype, tensor.data)).cast("B"))
@@ -516,9 +515,8 @@ class SavedAdapter:
     config: Mapping[str, Plain]
 
     def tensors(self) -> Iterator[tuple[str, RawTensor]]:
-        """Yield (name, tensor) for the matrices A [dim, in] and B [out, dim] of every adapted matrix [out, in], with
-        `dim` the LoRA rank. For experts they are A [experts · dim, in] and B [out, dim · experts], with all rows of
-        gate before those of up."""
+        """Yield (name, tensor) for the matrices A [dim, in] and B [out, dim] of every adapted matrix [out, in]; `dim`
+        is the rank. For experts they are A [experts · dim, in] and B [out, dim · experts], gate's rows before up's."""
         found = raw_tensors([self.folder / WEIGHTS_FILE])
         for name, tensor in self._split(found) if is_fused(self.config) else found:
             is_mixed = alternates_in_peft(name, self.config["model_type"] == "gpt_oss")

@@ -106,8 +106,7 @@ def _view(flat: Tensor, spec: C.ParameterSpec) -> Tensor:
 
 
 def named_views(specs: Iterable[C.ParameterSpec], flat: Tensor) -> dict[str, Tensor]:
-    """Return {Hugging Face name: view} for every parameter in `specs`, as views of the buffer `flat` that `specs`
-    describe."""
+    """Return {Hugging Face name: view} of every parameter in `specs`, which describe the buffer `flat`."""
     return {spec.name: _view(flat, spec) for spec in specs}
 
 
@@ -158,8 +157,7 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
 
 
 def pack_blocks(model: C.DecoderModel, spec: C.BlockSpec, weights: Tensor) -> None:
-    """Quantise one matrix `weights` [rows, columns] of any floating dtype, and store it as the model's quantised
-    parameter `spec`."""
+    """Quantise one matrix `weights` [rows, columns] of any floating dtype, and store it as the parameter `spec`."""
     is_read = weights.dtype in (torch.float32, torch.bfloat16)
     C.pack_blocks(weights if is_read else weights.float(), model.blocks_of(spec), spec.begin)
 
@@ -177,8 +175,7 @@ def remove_weights(folder: Path) -> None:
 
 
 def save_config(folder: Path, config: Mapping[str, Plain], dtype: torch.dtype) -> None:
-    """Write config.json into a folder, and remove the weights of an earlier save from it. `dtype` is the weights'
-    dtype."""
+    """Write config.json with the weights' `dtype` into a folder, and remove an earlier save's weights from it."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_weights(folder)
     name = str(dtype).removeprefix("torch.")
@@ -253,8 +250,7 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
     the same model without quantisation, and then quantised.
 
     Args:
-        norm_offset: added to a norm's weight before multiplying (Gemma, Qwen3.5: 1). The norm of a gated delta net has
-            no offset."""
+        norm_offset: added to a norm's weight before multiplying (Gemma, Qwen3.5: 1), except in gated delta nets."""
     generator = torch.Generator().manual_seed(seed)
     flat = model.compute if model.masters is None else model.masters
     views = named_views(model.specs, flat)

@@ -20,12 +20,11 @@ from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface, OnFinished, Prompts, Responses
 
 STREAMS = {"train": 0, "val": 1, "eval": 2}
-"""The number of each stream of samples ("train", "val", "eval"), which is part of the seed of sampling
-(csrc/common/random.h)."""
+"""Stream of samples -> its number, which is part of the seed of sampling (csrc/common/random.h)."""
 
 
 class Sampling(NamedTuple):
-    """The sampling settings. top_k 0: no top-k."""
+    """The sampling settings; a top_k of 0 means no top-k."""
 
     temperature: float
     top_p: float
@@ -114,14 +113,13 @@ class BaseEngine(GenerationInterface):
         `on_finished` raises an error, the generation ends.
 
         Raises ValueError for lengths or other arguments that do not match the rows, for an unknown stream, or rows of
-        several streams; RuntimeError if the model's logits are not finite; KeyboardInterrupt within one step of Ctrl-C.
-        """
+        several streams; RuntimeError if the model's logits are not finite; KeyboardInterrupt after Ctrl-C."""
         batch = RaggedBatch.of(data)
         responses = self._respond(self._asked(batch, greedy), on_finished)
         return responses if batch is data else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
     def _asked(self, batch: RaggedBatch, greedy: bool) -> GenerationRequest:
-        """Return the request for these prompts. Without `draw_ids` they get the next unused ids."""
+        """Return the request for the prompts `batch`, with new `draw_ids`, which seed sampling, if it has none."""
         size, draws = batch.size, batch.get("draw_ids")
         if draws is None:
             draws = torch.arange(self._next_draw_id, self._next_draw_id + size)
@@ -141,7 +139,7 @@ class BaseEngine(GenerationInterface):
         """Return the responses for all rows. Call `on_finished` with responses that have ended (see `OnFinished`)."""
 
     def _room(self, asked: GenerationRequest) -> list[int]:
-        """Return the maximum number of tokens of each response, at most `max_model_len` together with its prompt."""
+        """Return each response's maximum number of tokens, so that prompt and response fit in `max_model_len`."""
         if not self.max_model_len:
             return asked.max_new_tokens.tolist()
         left = self.max_model_len - asked.batch.lengths
@@ -155,8 +153,7 @@ class BaseEngine(GenerationInterface):
     # ---- weights and memory
 
     def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
-        """Return True without doing anything: the engine reads the weights in place, holds no resources, and begins every
-        `generate` with an empty KV cache."""
+        """Do nothing: the engine reads the weights in place, and begins every `generate` with an empty KV cache."""
         return True
 
     finish_generation = shutdown = invalidate_kv_cache = prepare_for_generation
@@ -183,8 +180,7 @@ class BaseEngine(GenerationInterface):
         return Sampling(1.0 if greedy else temperature, top_p, max(top_k, 0), greedy)
 
     def sampling_rule(self, greedy: bool, stream: str) -> C.SamplingRule:
-        """Return the sampling settings of the stream ("train", "val" or "eval") in the form that the native sampler
-        takes."""
+        """Return the settings of `sampling` in the form that the native sampler takes."""
         return C.SamplingRule(**self.sampling(greedy, stream)._asdict())
 
     def _max_new_tokens(self, lengths: Tensor) -> Tensor:
@@ -207,8 +203,7 @@ class BaseEngine(GenerationInterface):
         return [tuple(dict.fromkeys(common + _strings_of(row))) for row in per_row]
 
     def cache_bytes(self, device: torch.device) -> int:
-        """Return the size of the KV cache in bytes: kv_cache_gb, or half of this engine's share of the free device
-        memory."""
+        """Return the KV cache's size in bytes: kv_cache_gb, or half of this engine's share of the free memory."""
         if self.config.kv_cache_gb:
             return int(self.config.kv_cache_gb * 1e9)
         free = available_bytes()

@@ -39,8 +39,7 @@ from nemo_rl_cpp.models.weights import buffers, named_views
 
 
 class EngineHost:
-    """The methods of a worker process that holds generation engines. The worker's class provides `create_generation`,
-    which creates an engine."""
+    """The methods of a worker process that holds generation engines, which its class creates by `create_generation`."""
 
     @cached_property
     def _engines(self) -> dict[int, NativeGeneration]:
@@ -66,10 +65,9 @@ class EngineHost:
         self, number: int, prompts: RaggedBatch | None, greedy: bool = False, pause: Pause | None = None,
         on_finished: OnFinished | None = None,
     ) -> Responses | None:  # fmt: skip
-        """Return the responses of engine `number` to `prompts`; no responses if there are no prompts. If responses
-        reach the point `pause`, stop there and return None (`NativeGeneration.generate_until`). `prompts` None: continue
-        the generation that is paused, and return all its responses; None if it is not paused. `on_finished` receives the
-        responses that end meanwhile."""
+        """Return the responses of engine `number` to `prompts`. If responses reach the point `pause`, stop there and
+        return None (`NativeGeneration.generate_until`). With `prompts` None, continue a paused generation and return
+        all its responses, or None if nothing is paused. `on_finished` receives the responses that end meanwhile."""
         engine = self._engines[number]
         if prompts is None:
             return engine.resume(on_finished)
@@ -111,8 +109,7 @@ class DistributedGeneration(GenerationInterface):
 
     def generate(self, data: Prompts, greedy: bool = False, on_finished: OnFinished | None = None) -> Answer:
         """Generate like `NativeGeneration.generate`. Each engine gets about the same number of prompt tokens, and equal
-        prompts go to the same engine. The tensor-parallel ranks of one model generate for the same prompts in
-        lockstep."""
+        prompts go to the same engine. A model's tensor-parallel ranks generate for the same prompts in lockstep."""
         batch = RaggedBatch.of(data)
         if "draw_ids" not in batch.samples:  # numbered as a single engine would number them
             batch = batch.copy()
@@ -222,8 +219,7 @@ class EngineWorker(EngineHost):
         )
 
     def generate_with(self, *request: object, on_finished: OnFinished | None = None) -> Responses | None:
-        """Return the responses as `EngineHost.generate_with` does, with the version of the weights. Raise RuntimeError
-        before the first refit."""
+        """Add the weight version to `EngineHost.generate_with`'s result. Raise RuntimeError before the first refit."""
         if self.weight_version is None:
             raise RuntimeError("an engine of its own has no weights before the first sync_weights")
         responses = super().generate_with(*request, on_finished=on_finished)
@@ -257,8 +253,7 @@ class DedicatedGeneration(DistributedGeneration):
 
     Attributes:
         weight_version: version of the engines' weights; None before the first refit.
-        change: the next change of the weights, which happens in the middle of responses; None: no such change is
-            planned."""
+        change: the next change of the weights within responses; None: none is planned."""
 
     def __init__(self, cluster: Cluster, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int) -> None:
         config = config.model_copy(update={"model_name": absolute_folder(config.model_name)})

@@ -1,5 +1,4 @@
-"""Generation with a transformers module: token ids in, token ids out, with the log-probability of every sampled
-token."""
+"""Generation with a transformers module: token ids in, token ids and their log-probabilities out."""
 
 from __future__ import annotations
 
@@ -62,8 +61,8 @@ class HfGeneration(BaseEngine):
         return work.responses()
 
     def _batches(self, work: _Work) -> list[list[int]]:
-        """Return groups of adjacent rows to generate together: at most max_batch_size rows, as many as the KV cache
-        holds. Several distinct prompts in a group have at most prefill_chunk_tokens tokens with padding."""
+        """Return groups of adjacent rows to generate together: at most max_batch_size rows, and as many as the KV cache
+        holds. The distinct prompts of a group, if several, have at most prefill_chunk_tokens tokens with padding."""
         at_once = self.config.max_batch_size or len(work.prompts)
         chunk = self.config.prefill_chunk_tokens
         device, of_token = next(self.module.parameters()).device, self._bytes_per_token

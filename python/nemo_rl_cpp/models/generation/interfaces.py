@@ -97,8 +97,7 @@ class Responses:
         return self.offsets.diff()
 
     def rows(self, of_tokens: torch.Tensor) -> list[torch.Tensor]:
-        """Split `of_tokens` [N], one value for each of the N response tokens of the batch, and return one view per
-        response."""
+        """Split `of_tokens` [N], one value per response token, into a list of one view per response."""
         return list(of_tokens.split(self.lengths.tolist()))
 
     def padded(self, prompts: RaggedBatch, pad_token_id: int | None) -> BatchedDataDict[GenerationOutputSpec]:
@@ -199,9 +198,8 @@ def generating(generation: GenerationInterface) -> Iterator[None]:
 def finished_on_error(generation: GenerationInterface) -> Iterator[None]:
     """Return a context that calls `finish_generation` only after an error or Ctrl-C. On success the caller calls it.
 
-    An error that `finish_generation` raises is added as a note to the error that ended the context. After Ctrl-C the
-    program may end within seconds, so `finish_generation` then runs in a separate thread, for which the context waits
-    one second."""
+    An error that `finish_generation` raises is added as a note to the error that ended the context. After Ctrl-C
+    `finish_generation` runs in a separate thread, for which the context waits one second."""
     try:
         yield
     except Exception as error:
@@ -233,8 +231,7 @@ copied and hashed faster (tests/benchmarks/bench_refit.py)."""
 
 
 class RefitRendezvous(NamedTuple):
-    """The settings of the connection for refits between trainer rank 0 (as rank 0) and the engines (as ranks 1, 2,
-    ...).
+    """The settings of the connection for refits between trainer rank 0 (rank 0) and the engines (ranks 1, 2, ...).
 
     Attributes:
         host, port: address of the TCP store, which the run's main process holds.

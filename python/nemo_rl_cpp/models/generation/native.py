@@ -104,8 +104,8 @@ class NativeGeneration(BaseEngine):
     # ---- memory, weights and metrics
 
     def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
-        """Limit the KV cache to the memory that is free now, and to `agree` of it. The engine allocates only what its
-        requests need, with the first batch."""
+        """Limit the KV cache to the memory that is free now, and with `agree` to the least of all tensor-parallel
+        ranks. The engine allocates only what its requests need, with the first batch."""
         limit = self.cache_bytes_now()
         self._engine.set_max_cache_bytes(limit if self.agree is None else self.agree(limit))
         return True
@@ -156,8 +156,7 @@ def _distinct_prompts(batch: RaggedBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def engine_options(policy: PolicyConfig, config: GenerationConfig, options: dict[str, object]) -> dict[str, object]:
-    """Return `options` with the key `max_model_len`: the policy's maximum sequence length, or a lower limit that
-    `config` sets."""
+    """Return `options` with `max_model_len`: the policy's maximum sequence length, or a lower one of `config`."""
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
     shorter = min(config.vllm_cfg.max_model_len or longest, longest)  # an evaluation may set a shorter length
     return {"max_model_len": shorter, **options}

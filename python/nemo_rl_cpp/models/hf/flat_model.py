@@ -49,8 +49,7 @@ class FlatLayout:
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, list[int], int]]) -> FlatLayout:
         """Return the layout that places parameters, given as (name, shape, first row), one after the other. The first
-        row is the index, in the whole parameter, of the first row that this rank holds; -1 if it holds the whole
-        parameter."""
+        row is the index in the whole parameter of this rank's first row; -1: the rank holds the whole parameter."""
         specs, offset = [], 0
         for name, shape, begin in parameters:
             specs.append(FlatSpec(name, shape, offset) if begin < 0 else FlatSpec(name, shape, offset, 0, begin))
@@ -227,8 +226,7 @@ class ShardedModel:
     # ---- the whole model
 
     def digest(self) -> int:
-        """Return the digest of the whole model's weights, which does not depend on the number of ranks. All ranks must
-        call it."""
+        """Return a digest of the whole model's weights, equal for any number of ranks. All ranks must call it."""
         hashed = hashlib.blake2b(digest_size=8)
         with torch.no_grad():
             for parameter in self._parameters:
@@ -262,7 +260,7 @@ class ShardedModel:
 
 
 def _rows_of(whole: FlatLayout, rank: int, size: int) -> FlatLayout:
-    """Return the layout of a rank under FSDP2: ceil(d / size) of a parameter's d rows, or the fewer that are left."""
+    """Return the layout of a rank under FSDP2: ceil(d / size) of a parameter's d rows, fewer on the last ranks."""
     parts = []
     for spec in whole.specs:
         if not spec.shape:

@@ -1,5 +1,5 @@
-"""Runs modules of the transformers library: makes a module's input from a batch, and returns for each token to score
-the log-probability, or with a critic the value of the state before the token."""
+"""Forward passes of transformers modules: make the input from a batch, and return for each token to score the
+log-probability, or with a critic the value of the state before the token."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ def transformers() -> ModuleType:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Silence transformers' progress bars and notices inside the context; this package prints what users need to
-    know."""
+    """Silence transformers' progress bars and notices inside the context."""
     logging = transformers().utils.logging
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -212,10 +211,9 @@ class _InChunks(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, logits: Tensor, picks: list[tuple[Tensor, Tensor, Tensor]], scoring: Scoring, unfiltered: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (scored, unfiltered, removed) for the W tokens to score, [W] each, with the meaning that they have in
-        `Outputs`. Without top-k and top-p the last two are empty; without the argument `unfiltered` the second is.
-        `picks` has for each chunk of w tokens (rows, columns, token ids), int64 [w] each: token i is scored by
-        `logits[row, column]`."""
+        """Return (scored, unfiltered, removed) of `Outputs`, [W] each. Without top-k and top-p the last two are empty;
+        without the argument `unfiltered` the second is. `picks` has for each chunk of w tokens (rows, columns, token
+        ids), int64 [w] each: token i is scored by `logits[row, column]`."""
         made = [_of_places(logits[row, column], targets, scoring, unfiltered) for row, column, targets in picks]
         ctx.save_for_backward(logits)
         ctx.picks, ctx.scoring, ctx.unfiltered = picks, scoring, unfiltered
@@ -272,8 +270,7 @@ def kept_tokens(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """Return bool [W, V]: the tokens that top-k and then top-p keep, by the rule of csrc/kernels/sampling.h.
 
     Top-k keeps all logits that are at least the k-th largest. Top-p sorts the rest ascending by (logit, token id), and
-    keeps a token if the cumulative probability up to and including it is above 1 - top_p. The last token is always
-    kept."""
+    keeps a token if the cumulative probability up to and including it is above 1 - top_p. It always keeps the last."""
     kept = torch.ones_like(logits, dtype=torch.bool)
     if 0 < top_k < logits.shape[-1]:
         kept = logits >= logits.topk(top_k, dim=-1).values[:, -1:]

@@ -75,11 +75,9 @@ class HfFolder:
         return next((value for n in _LENGTHS if isinstance(value := getattr(self.config, n, None), int)), None)
 
     def build(self, weights: Path | None = None) -> nn.Module:
-        """Build the module in float32. Its weights come from the folder `weights`, else from `path`; else they are
-        random.
+        """Build the module in float32, with weights from the folder `weights`, else from `path`, else random ones.
 
-        Raises ModelFolderError for missing, unexpected or misshapen weights, which transformers would initialise at
-        random."""
+        Raises ModelFolderError for missing, unexpected or misshapen weights."""
         folder = weights or self.path
         with quietly():
             module = self._random() if folder is None else self._from(folder)
@@ -129,11 +127,10 @@ class HfFolder:
 
 
 def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, value_head: bool = False) -> HfFolder:
-    """Open the model `policy.model_name` or `value.model_name` for transformers. Print notes on the model to stderr,
-    each once per process.
+    """Open the model `policy.model_name` or `value.model_name` for transformers. Print notes on it to stderr, once per
+    process.
 
-    Raises ModelFolderError if there is no such model, transformers does not know its architecture, or sequences are too
-    long for it."""
+    Raises ModelFolderError if there is no such model, transformers does not know it, or sequences are too long."""
     name, overrides = config.model_name, dict(config.hf_config_overrides or {})
     key = f"{section}.model_name"
     path = None if name == TINY_RANDOM else resolve_model(name, key=key)
@@ -287,7 +284,7 @@ class HfTrainedModel(TrainedModel):
     model: FlatModel | ShardedModel
     trainer: HfTrainer
     _packed = False
-    """whether the samples of a micro-batch are packed into one row"""
+    """Whether the samples of a micro-batch are packed into one row."""
 
     def _open_folder(self, seed: int) -> HfFolder:
         return open_hf_folder(self.config, self.section, seed=seed, value_head=self.value_head)

@@ -45,7 +45,7 @@ class HfTrainer:
 
     out_dtype = torch.float32
     reused_tokens = 0
-    """number of tokens reused from generation's forward pass; 0, because generation keeps no activations"""
+    """Tokens reused from generation's forward pass: 0, because generation keeps no activations."""
 
     def __init__(
         self, model: FlatModel, packed: bool, chunk: int | None = None, moments: MomentDtypes = (None, None)
@@ -83,8 +83,7 @@ class HfTrainer:
             unfiltered[picked.places] = outputs.unfiltered.detach().cpu()
 
     def _pass(self, rows: ModelRows, scoring: Scoring, keep: bool, checkpoint: bool, unfiltered: bool) -> Outputs:
-        """Run a forward pass. `keep` stores the autograd graph for `backward`, with `checkpoint` only layers'
-        inputs."""
+        """Run a forward pass. `keep` the autograd graph for `backward`, with `checkpoint` only the layers' inputs."""
         self._kept = None  # drop the graph of a micro-batch that got no backward pass
         self._checkpoint(checkpoint and keep)
         with quietly(), torch.set_grad_enabled(keep):
@@ -116,8 +115,7 @@ class HfTrainer:
 
     def backward(self, d_out: Tensor, d_unfiltered: Tensor | None = None, d_entropy: None = None) -> None:
         """Run the backward pass of the last `forward`, and add the weights' gradients to the accumulated ones. `d_out`
-        [T] and `d_unfiltered` [T] are the gradients of its outputs. `d_entropy` is None: only the native core supports
-        losses of entropies."""
+        [T] and `d_unfiltered` [T] are the gradients of its outputs. `d_entropy` is always None."""
         outputs, picked = self._kept
         self._kept = None
         device = outputs.scored.device

@@ -35,8 +35,7 @@ class Policy(TrainedModel, PolicyInterface):
         cluster, tokenizer, weights_path, optimizer_path, total_steps, ranks: see `TrainedModel`.
         config: the `policy` section, or a dictionary of its keys.
         init_reference_model: keep a frozen copy of `config.model_name` for `get_reference_policy_logprobs`.
-        teachers: models for `get_teacher_logprobs`; maps the configuration key that names a model to the model's name.
-    """
+        teachers: models for `get_teacher_logprobs`: configuration key that names a model -> name."""
 
     section = "policy"
 
@@ -63,8 +62,7 @@ class Policy(TrainedModel, PolicyInterface):
             )
 
     def _teacher(self, name: str, key: str) -> C.DecoderModel:
-        """Load the frozen teacher `name`, the value of the key `key`, with positions for the policy's longest
-        sequence."""
+        """Load the frozen teacher `name`, the value of `key`, with positions for the policy's longest sequence."""
         longest, length_key = self.config.max_total_sequence_length, "policy.max_total_sequence_length"
         folder = open_model_folder(name, max_length=longest, length_key=length_key, key=key)
         folder.check_slices(self.ranks.tensor_size, self.config.tensor_parallel_key(self.section))
@@ -80,9 +78,9 @@ class Policy(TrainedModel, PolicyInterface):
     # ---- log-probabilities ------------------------------------------------------------------------------------------
 
     def get_logprobs(self, data: Batch) -> BatchedDataDict:
-        """Return the log-probabilities [T], or [B, S] for padded `data`, under generation's sampling settings. They are
-        0 if `token_mask` or `sample_mask` is 0, at the first token of each sample, on padding, and for a token that
-        top-k or top-p removes."""
+        """Return the log-probabilities [T], or [B, S] for padded `data`, under generation's sampling settings; 0 if
+        `token_mask` or `sample_mask` is 0, at each sample's first token, on padding, and for tokens outside top-k,
+        top-p."""
         return BatchedDataDict(logprobs=self._logprobs(self.model, data, self.scoring))
 
     def _logprobs(self, model: C.DecoderModel, data: Batch, scoring: Scoring) -> Tensor:
@@ -101,9 +99,8 @@ class Policy(TrainedModel, PolicyInterface):
         return BatchedDataDict(entropies=in_layout_of(data, batch, entropies))
 
     def get_sum_pi_squared(self, data: Batch) -> BatchedDataDict:
-        """Return the sum of p^2 over the vocabulary at each token. With logits z, temperature T and log p_T(y) =
-        z_y / T - log sum exp(z / T), the sum equals p_T(y)^2 / p_{T/2}(y) for any token y. Here y is the sampled
-        token."""
+        """Return the sum of p^2 over the vocabulary at each token. With logits z, temperature T and log p_T(y) = z_y /
+        T - log sum exp(z / T), it equals p_T(y)^2 / p_{T/2}(y) for any token y; here, the sampled one."""
         batch, scoring = RaggedBatch.of(data), self.scoring.unfiltered()
         half = Scoring(scoring.temperature / 2)
         ours, sharper = (self._score(self.model, batch, s) for s in (scoring, half))
@@ -132,9 +129,8 @@ class Policy(TrainedModel, PolicyInterface):
         generation if generation was bit-identical to this forward pass. Otherwise the mismatches are counted, and a
         separate pass before the first update computes them for the rows of the later updates.
 
-        The returned "prev_logprobs" can be added to `data` for another call on it. Afterwards `reused_forward_share` is
-        the share of tokens without a forward pass in training, and `zero_gradient_share` the share without a backward
-        pass."""
+        The returned "prev_logprobs" can be added to `data` for another call on it. It sets `reused_forward_share` and
+        `zero_gradient_share`, the shares of tokens without a forward and without a backward pass in training."""
         batch = RaggedBatch.of(data)
         done = self.train_part(batch, loss_fn, eval_mode, gbs, mbs)
         self.zero_gradient_share, self.reused_forward_share = done.shares(self.reused_forward_share)
@@ -203,8 +199,7 @@ class Policy(TrainedModel, PolicyInterface):
     def create_generation(
         self, generation_config: EvalGenerationConfig | None = None, **options: object
     ) -> NativeGeneration:
-        """Return a generation engine that reads this policy's weights in place, so that it needs neither a copy nor a
-        refit."""
+        """Return a generation engine that reads this policy's weights in place, and thus needs no copy and no refit."""
         options.setdefault("memory_share", 1 / (self.ranks.size * self.ranks.tensor_size))
         engine = generation_on(
             self.model, self.folder, self.config, self.tokenizer, self.weight_digest, generation_config, **options

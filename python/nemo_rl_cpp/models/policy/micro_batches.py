@@ -1,4 +1,4 @@
-"""Splits the rows of a global batch into micro-batches: by number of rows, by packing within a token budget
+"""Split the rows of a global batch into micro-batches: by number of rows, by packing within a token budget
 (`sequence_packing.algorithm`), or by dynamic batching."""
 
 from __future__ import annotations
@@ -82,9 +82,8 @@ def plan(
     targets: Tensor | None = None,
 ) -> tuple[RowBatch, list[list[int]]]:
     """Return (native batch, micro-batches): for each micro-batch of the samples `rows` (ascending), the indices of its
-    samples. `wanted` (bool [T]) marks the tokens to score, in whose place `targets` are scored, if given (see
-    `RowBatch`). Samples without a token to score are omitted. Samples marked in `apart` (bool [B]) come last, in
-    separate micro-batches."""
+    samples. `wanted` (bool [T]) marks the tokens to score; `targets`, if given, are scored in their place (see
+    `RowBatch`). Samples without a token to score are omitted. Those in `apart` (bool [B]) come last, separately."""
     batch = RowBatch(data, wanted, targets)
     used = (data.by_sample(wanted.int()) > 0).tolist()
     last = [False] * data.size if apart is None else apart.tolist()

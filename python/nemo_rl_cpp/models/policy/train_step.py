@@ -1,5 +1,4 @@
-"""Forward pass, loss and backward pass of one global batch, one micro-batch at a time. `TrainedModel` then takes the
-optimizer step."""
+"""Forward pass, loss and backward pass of one global batch, one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class Scoring:
 
     @staticmethod
     def of(generation: GenerationConfig) -> Scoring:
-        """Return the settings of `policy.generation`. For greedy decoding (temperature 0) return temperature 1 without
-        top-k and top-p."""
+        """Return the settings of `policy.generation`; for greedy decoding temperature 1 without top-k and top-p."""
         if generation.temperature == 0:
             return Scoring()
         temperature, top_p = (1.0 if value is None else value for value in (generation.temperature, generation.top_p))
@@ -109,7 +107,7 @@ def global_counts(data: RaggedBatch, begin: int = 0, end: int | None = None) -> 
 
 @dataclass
 class MicroBatchRunner:
-    """Runs forward pass, loss and backward pass of each micro-batch of a batch. Gradients accumulate in the trainer.
+    """Run forward pass, loss and backward pass of each micro-batch of a batch. Gradients accumulate in the trainer.
 
     With top-k or top-p, a loss with a KL term also receives `curr_logprobs_unfiltered` [b, S-1], log-probabilities
     without top-k and top-p, and their gradient is propagated too.
@@ -124,10 +122,8 @@ class MicroBatchRunner:
         blocks: number of gradient blocks, the parts of a global batch whose gradients are added along a fixed tree (see
             `Ranks.blocks`); None: one per rank.
         sums: how gradients are summed over the ranks.
-        counts_loads: the routers count the tokens of each expert in backward passes, so every sample has a backward
-            pass.
-        balance_weight: the weight of the loss that balances experts, for which every sample has a backward pass; 0: no
-            such loss."""
+        counts_loads: routers count each expert's tokens in backward passes, so every sample has one.
+        balance_weight: weight of the loss that balances experts, for which every sample has one; 0: no such loss."""
 
     trainer: C.Trainer
     loss_fn: Loss
@@ -158,9 +154,9 @@ class MicroBatchRunner:
         return asked and not self.visits_all and self.blocks is None and self.ranks.size > 1
 
     def abandon_sum(self) -> None:
-        """After any rank has failed, take part in a sum of gradients that other ranks may have started, so that they do
-        not wait forever, and discard its result. Do nothing if this run sums gradients only after the backward passes,
-        or if `end_block` has taken part in every sum already."""
+        """Join, after any rank has failed, a sum of gradients that other ranks may have started, so that they do not
+        wait forever, and discard its result. Do nothing if this run sums gradients only after the backward passes, or
+        if `end_block` has joined every sum already."""
         if self.sums.beside and not (self.sums.sharded and self.own_blocks > 1):
             self.trainer.abandon_sum()
 
@@ -317,8 +313,8 @@ class _GlobalBatch:
             self.token_loss = fused_token_loss(way.trainer, way.loss_fn, data, self.counts, way.scoring)
 
     def is_apart(self, rows: list[int]) -> bool:
-        """Return whether the samples `rows` of a micro-batch have a gradient of zero, as the loss has declared before
-        the forward pass (`zero_gradient_rows`). Such samples are in micro-batches of their own."""
+        """Return whether the loss has declared before the forward pass (`zero_gradient_rows`) that the samples `rows`
+        get no gradient. Such samples form separate micro-batches."""
         return self.apart is not None and bool(self.apart[rows[0]])
 
     def loss(self, micro: MicroBatch, curr: Tensor) -> LossResult:
@@ -382,9 +378,8 @@ def without_removed_tokens(logprobs: Tensor) -> tuple[Tensor, int]:
 class LossResult:
     """The loss of one micro-batch (b samples, padded to `width` tokens), its metrics and its gradients. `grad` [b,
     width - first_column] belongs to the log-probabilities (`first_column` 1) or values (0), `grad_unfiltered` to the
-    log-probabilities without top-k and top-p, `grad_entropy` to the entropies, and `grad_candidates` [b, width - 1, k]
-    to the log-probabilities of k candidate tokens. `nonfinite` is (row, column of grad) of the first non-finite term,
-    if the loss reports it."""
+    log-probabilities without top-k and top-p, `grad_entropy` to the entropies, `grad_candidates` [b, width - 1, k] to
+    those of k candidate tokens. `nonfinite`: (row, column of grad) of the first non-finite term, if reported."""
 
     value: float
     metrics: dict[str, float]

@@ -1,5 +1,4 @@
-"""The learning-rate schedule, and the results of the optimizer steps of one `train` call, on one rank or combined over
-all ranks."""
+"""The learning-rate schedule, and the results of a `train` call's optimizer steps, on one rank or on all."""
 
 import math
 import warnings
@@ -47,8 +46,7 @@ class Updates:
 
     @classmethod
     def of_ranks(cls, parts: Sequence[Self]) -> Self:
-        """Combine the results of all ranks in the order of the gradient blocks, as a single process would return
-        them."""
+        """Combine the results of all ranks into those of a single process, in the order of the gradient blocks."""
         return cls(
             losses=_in_block_order(parts, [part.losses for part in parts]),
             norms=parts[0].norms,
@@ -149,8 +147,7 @@ class TorchLearningRate(LearningRateSchedule):
     """A learning-rate schedule made of torch.optim.lr_scheduler classes. They set the rate of a stand-in optimizer, so
     the rates are torch's.
 
-    Several scheduler classes follow each other at the steps `milestones` (SequentialLR). Without any class the rate is
-    constant."""
+    Several classes follow each other at the steps `milestones` (SequentialLR). Without any, the rate is constant."""
 
     def __init__(self, lr: float, weight_decay: float, schedule: TorchSchedule | None):
         super().__init__()
@@ -183,8 +180,7 @@ class MegatronLearningRate(LearningRateSchedule):
 
     While n <= warmup, lr(n) = init + (max - init) n / warmup. Afterwards, with r = (n - warmup) / (decay - warmup),
     lr(n) = min + c (max - min), where c is 1 - r (linear) or (cos(pi r) + 1) / 2 (cosine); inverse-square-root gives
-    max sqrt(warmup / n). Weight decay changes from its start to its end value over `total_steps`, regardless of the
-    decay length."""
+    max sqrt(warmup / n). Weight decay goes from its start to its end value over `total_steps`."""
 
     def __init__(self, schedule: MegatronSchedule, total_steps: int | None = None):
         super().__init__()

@@ -1,5 +1,4 @@
-"""A vLLM server for a run: its options, its start and end, the check of a server that the user has started, and an HTTP
-client with timeouts."""
+"""A vLLM server for a run: its options, its start and end, checks of a user's server, and an HTTP client."""
 
 import ast
 import contextlib
@@ -197,8 +196,7 @@ _ENDS_WITH_THE_TRAINER = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -KILL 0) & 
 
 
 def check_interpreter(python: str, patience: float = 60.0) -> None:
-    """Raise ValueError unless `python` is an interpreter with the supported version of vLLM. `patience`: timeout in
-    seconds."""
+    """Raise ValueError unless `python` is an interpreter with the supported vLLM. `patience`: timeout in seconds."""
     command = [python, "-I", "-c", _VERSION]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=patience, stdin=subprocess.DEVNULL)
@@ -264,8 +262,7 @@ def _words(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def server_command(policy: PolicyConfig, device: str = "cpu") -> str:
-    """Return a command line with which the user can start a vLLM server for this run. Its `python` must be vLLM's
-    interpreter."""
+    """Return a command line that starts a vLLM server for this run. Its `python` must be vLLM's interpreter."""
     url = policy.generation.vllm_cfg.server_url or ""
     port = url.rpartition(":")[2].strip("/")
     words = _words(_options(policy, _model(policy), int(port) if port.isdigit() else 8000, device))
@@ -322,8 +319,7 @@ def server_environment(given: Mapping[str, object] | None) -> dict[str, str]:
     """Return the environment variables of the server process: those of this process, overridden by this package's, and
     then by `given` (`env_vars`), where null removes a variable.
 
-    This package's variables open the routes for weights, exclude the user's site-packages, set the thread count, and
-    disable telemetry."""
+    Ours open the routes for weights, exclude the user's site-packages, set the thread count, and disable telemetry."""
     ours = {
         "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(EXTENSION), "PYTHONNOUSERSITE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -413,8 +409,7 @@ def _end(process: subprocess.Popen, folder: TemporaryDirectory) -> None:
 
 
 def client_of(policy: PolicyConfig) -> ServerClient:
-    """Return a client of the user's vLLM server. Raise ValueError if the environment variable for the server's API key
-    is not set."""
+    """Return a client of the user's vLLM server. Raise ValueError if the variable with its API key is not set."""
     vllm = policy.generation.vllm_cfg
     name, key = vllm.http_refit_api_key_env_var, None
     if name is not None:

@@ -91,8 +91,7 @@ class SharedMemoryTransport:
         self._client.call(REFIT, "POST", "/init_weight_transfer_engine", {"init_info": info})
 
     def send(self, weights: Mapping[str, Tensor]) -> str:
-        """Let vLLM load the weights that `prepare` has copied into the shared memory. Return their digest. `weights`
-        are not read again."""
+        """Let vLLM load the weights that `prepare` copied; `weights` are not read again. Return their digest."""
         self._client.call(REFIT, "POST", "/update_weights", {"update_info": {}})
         return self._sent
 
@@ -116,8 +115,7 @@ class NcclTransport:
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
     def prepare(self, weights: Mapping[str, Tensor]) -> None:
-        """At the first refit, connect to the workers of vLLM; `weights` are not used yet. On failure vLLM keeps its old
-        weights."""
+        """Connect at the first refit to vLLM's workers; `weights` are not used. On failure vLLM keeps its weights."""
         if self._communicator is not None:
             return
         workers = self._client.call(REFIT, "GET", "/get_world_size")["world_size"]
@@ -139,8 +137,7 @@ class NcclTransport:
             thread.shutdown(wait=False)  # if vLLM rejects the request, the rendezvous ends at its deadline
 
     def send(self, weights: Mapping[str, Tensor]) -> str:
-        """Broadcast the weights and let vLLM load them. Return the digest of the policy's weights. After an error the
-        communicator is unusable."""
+        """Broadcast the weights, let vLLM load them, and return their digest. After an error no later call succeeds."""
         manifest = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in weights.items()]
         digest = begin_digest(manifest)
         info = dict(zip(("names", "dtype_names", "shapes"), map(list, zip(*manifest))))
@@ -168,8 +165,7 @@ class NcclTransport:
 
 def connect(store: dist.Store, size: int, device: torch.device, seconds: float) -> C.Communicator:
     """Connect by NCCL, as rank 0 with the GPU `device`, to the `size` - 1 other ranks, which meet at `store`. Return
-    the communicator once the greeting, an all-reduce of one number, has succeeded. No operation may take longer than
-    `seconds`."""
+    the communicator after a greeting, an all-reduce of one number. No operation may take longer than `seconds`."""
     communicator = C.nccl_communicator(store, 0, size, device, seconds)
     C.nccl_greeting(communicator, "greeting vLLM's workers")
     return communicator
@@ -368,7 +364,7 @@ class VllmGeneration(BaseEngine):
     # ---- weights
 
     def _named(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the policy's `weights` as a checkpoint, which vLLM reads, holds them."""
+        """Return `weights` under the names and in the shapes of a checkpoint, which vLLM reads."""
         return dict(joined_projections(weights, self.model_config)) if is_fused(self.model_config) else weights
 
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> RefitResult:
@@ -410,7 +406,7 @@ class VllmGeneration(BaseEngine):
         return self._arrived
 
     def shutdown(self) -> bool:
-        """Release the transfer memory, and stop the server if the run has started it. Idempotent."""
+        """Release the transfer memory, and stop the server if the run has started it. Further calls do nothing."""
         self._client.give_up()
         self._transport.close()
         if self.server is not None:

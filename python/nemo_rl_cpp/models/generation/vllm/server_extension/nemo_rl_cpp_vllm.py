@@ -24,7 +24,7 @@ TESTED_VERSION = "0.32.0"
 """The only supported version of vLLM: the tests have run with it."""
 SHARED_MEMORY, NCCL = "nemo_rl_cpp_shared_memory", "nemo_rl_cpp_nccl"
 PROTOCOL = 1
-"""Increases with every incompatible change between a trainer and a server's extension."""
+"""The protocol of trainer and extension; each incompatible change increases it."""
 
 
 def begin_digest(manifest: list) -> hashlib.blake2b:
@@ -34,8 +34,7 @@ def begin_digest(manifest: list) -> hashlib.blake2b:
 
 
 class SharedWeights:
-    """The trainer's weights in memory that both processes map. The manifest holds [name, dtype, shape, offset, bytes]
-    of each tensor."""
+    """The trainer's weights in memory that both processes map, and their manifest (see `begin_digest`)."""
 
     def __init__(self, descriptor: int, manifest: list, size: int) -> None:
         self.manifest = manifest
@@ -160,8 +159,7 @@ def shared_memory_engine() -> type:
 
 
 def nccl_engine() -> type:
-    """Return the class of the NCCL transfer: vLLM's engine `nccl` for tensors sent one by one, plus a digest of
-    them."""
+    """Return the class of the NCCL transfer: vLLM's engine `nccl` for tensors sent one by one, plus their digest."""
     import torch
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 
@@ -209,8 +207,7 @@ def register() -> None:
 
 
 class Weights:
-    """The extension of vLLM's workers (`--worker-extension-cls`). It answers a trainer's queries before and after a
-    transfer."""
+    """The extension of vLLM's workers (`--worker-extension-cls`), which answers a trainer's queries."""
 
     def nemo_rl_cpp_weights(self) -> dict:
         """Return the properties of this server that a trainer checks, and the digest of the last received weights."""

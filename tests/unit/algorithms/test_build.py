@@ -11,7 +11,7 @@ from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.loggers.logger import Logger
 
 
-def test_tiny_randoms_tokenizer_can_be_named_for_another_model():
+def test_tokenizer_of_the_tiny_random_model_can_be_configured_for_another_model():
     policy = load_grpo_config(
         "grpo_tiny.yaml", ["policy.model_name=./mine", "policy.tokenizer.name=tiny-random"]
     ).policy
@@ -25,7 +25,9 @@ def fail(*given, **more):
 @pytest.mark.parametrize(
     ("steps", "epochs", "warmup", "whole", "of_policy"), [(100, 2, 0, 10, 30), (7, 2, 3, 7, 12), (100, 1, 9, 5, 0)]
 )
-def test_learning_rate_decay_ends_at_the_policys_last_planned_optimizer_step(steps, epochs, warmup, whole, of_policy):
+def test_learning_rate_decay_ends_at_the_last_planned_optimizer_step_of_the_policy(
+    steps, epochs, warmup, whole, of_policy
+):
     config = load_ppo_config(
         "ppo_tiny.yaml",
         [f"ppo.max_num_steps={steps}", f"ppo.max_num_epochs={epochs}", f"ppo.policy_training_start_step={warmup}", "ppo.ppo_epochs=3"],
@@ -41,7 +43,7 @@ def test_learning_rate_decay_ends_at_the_policys_last_planned_optimizer_step(ste
 @pytest.mark.parametrize(
     ("owner", "part"), [(build, "connect_hooks"), (parts, "MseValueLossFn"), (Logger, "log_hyperparams")]
 )
-def test_log_and_checkpoint_folders_are_unlocked_if_building_the_run_fails(tmp_path, monkeypatch, owner, part):
+def test_log_and_checkpoint_folders_are_unlocked_if_the_setup_of_a_run_fails(tmp_path, monkeypatch, owner, part):
     options = (*tiny.SMALL_PPO, "checkpointing.enabled=true")
     with monkeypatch.context() as patch:
         patch.setattr(owner, part, fail)

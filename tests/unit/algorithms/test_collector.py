@@ -220,7 +220,7 @@ def every_order(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("pause", [None, Pause(2, False)], ids=["whole", "weights in flight"])
 @pytest.mark.parametrize("age, steps", [(1, 4), (2, 3), (3, 3)])
-def test_async_runs_train_the_same_batches_in_every_thread_order_of_generation_and_training(age, steps, pause):
+def test_async_runs_train_the_same_batches_for_every_interleaving_of_generation_and_training(age, steps, pause):
     """With weights in flight the maker asserts that each batch k >= age continues under the version after its first."""
     expected = [(k, max(0, k - age)) for k in range(steps)]
     orders = 0
@@ -252,7 +252,7 @@ def test_async_run_generates_nothing_after_the_last_step_or_epoch():
         turns.end()
 
 
-def test_generation_error_of_an_async_run_is_raised_in_the_step_that_needs_the_batch():
+def test_async_generation_error_is_raised_in_the_training_step_that_needs_the_batch():
     turns, state = Turns([]), TrainState(max_num_steps=4)
     maker = Maker(turns, state)
     collection = collector_of(maker, state, turns, age=1)
@@ -308,7 +308,7 @@ def maker_of(runner, failures_left):
     return SyncCollector(None, None, Prompts(), runner, OneRound(), None, failures_left=failures_left)
 
 
-def test_failed_rollout_round_is_retried_with_the_same_prompts(capsys):
+def test_failed_rollout_is_retried_with_the_same_prompts(capsys):
     runner = Runner([OSError("away"), None, OSError("away again"), None])
     maker = maker_of(runner, failures_left=2)
     for _ in range(2):
@@ -322,14 +322,14 @@ def test_failed_rollout_round_is_retried_with_the_same_prompts(capsys):
 
 
 @pytest.mark.parametrize("error", [WorkerLostError("engine worker 0 is gone"), GenerationEndedError("the run ended")])
-def test_rollout_round_is_not_retried_after_a_lost_worker_or_the_end_of_the_run(error):
+def test_failed_rollout_is_not_retried_after_a_lost_worker_or_the_end_of_the_run(error):
     runner = Runner([error])
     with pytest.raises(type(error)):
         maker_of(runner, failures_left=5).make(0, Timer())
     assert len(runner.given) == 1
 
 
-def test_batches_saved_in_a_checkpoint_are_dropped_on_resume_if_the_batch_size_changed(capsys):
+def test_rollout_batches_saved_in_a_checkpoint_are_dropped_if_the_batch_size_changed(capsys):
     state, groups = TrainState(max_num_epochs=3), torch.tensor([0, 0, 1, 1])
     kept = Collected(Rollouts({"group_id": groups}), {}, {}, finished_epochs=1, weight_version=0).state_dict()
     for wanted, number in (((2, 2), 1), ((1, 4), 0), ((2, 3), 0)):
@@ -339,7 +339,7 @@ def test_batches_saved_in_a_checkpoint_are_dropped_on_resume_if_the_batch_size_c
     assert state.current_epoch == 2 and "this run trains on 2 prompts with 3 responses each" in capsys.readouterr().out
 
 
-def test_ending_an_async_run_waits_for_unfinished_generation():
+def test_closing_an_async_run_waits_for_unfinished_generation():
     ends, state = threading.Event(), TrainState(max_num_steps=9)
     maker = Maker(None, state)
     maker.refresh = lambda timer: {}
@@ -351,7 +351,7 @@ def test_ending_an_async_run_waits_for_unfinished_generation():
     assert len(collection.state_dict()) == 1, "the batch of the next step is whole"
 
 
-def test_ending_an_async_run_ends_a_generation_that_waits_for_new_weights():
+def test_closing_an_async_run_stops_a_generation_that_waits_for_new_weights():
     state, ended = TrainState(max_num_steps=9), []
     maker = Maker(None, state)
     maker.refresh = lambda timer: {}
@@ -373,7 +373,7 @@ def test_ending_an_async_run_ends_a_generation_that_waits_for_new_weights():
 
 
 @pytest.mark.parametrize("epochs, many", [([1], "1 batch"), ([0, 1], "2 batches")])
-def test_sync_run_that_resumes_from_an_async_run_drops_its_saved_batches(epochs, many, capsys):
+def test_sync_run_resumed_from_an_async_checkpoint_drops_the_saved_rollout_batches(epochs, many, capsys):
     state = TrainState(current_epoch=1)
     SyncCollector(*[None] * 5, state).load_state_dict([{"finished_epochs": count} for count in epochs])
     assert state.current_epoch == 2, "the data is past these batches"
@@ -382,7 +382,7 @@ def test_sync_run_that_resumes_from_an_async_run_drops_its_saved_batches(epochs,
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_generation_engine_is_closed_if_a_rollout_round_fails(error):
+def test_generation_engine_is_closed_if_a_rollout_fails(error):
     """It takes no requests and holds no cache then; the first error is the one that is told."""
     calls = []
 

@@ -67,7 +67,7 @@ def of_ppo(**settings):
 
 
 @pytest.mark.parametrize("cases", [100, pytest.param(2500, marks=pytest.mark.long)])
-def test_ppo_distillation_advantages_with_a_critic_match_the_reference_on_random_batches(cases):
+def test_ppo_distillation_advantages_with_a_critic_match_a_reference_implementation(cases):
     rng = np.random.default_rng(7)
     for _ in range(cases):
         rows, columns = rng.integers(1, 5), rng.integers(1, 6)
@@ -97,7 +97,7 @@ def test_ppo_distillation_advantages_with_a_critic_match_the_reference_on_random
         torch.testing.assert_close(ragged[0], advantages.ravel(), rtol=0, atol=0)
 
 
-def test_ppo_with_a_teacher_has_hand_computed_advantages_and_loss():
+def test_ppo_advantages_and_loss_with_a_teacher_match_hand_computed_values():
     """Rewards: the errors are 0.25 - 0.5 and 1 - 0.25, so GAE with lambda 0.5 gives (0.125, 0.75), and the critic's targets are
     (0.625, 1). The teacher's gaps are (0.5, -0.25). With the weight 2 the advantages are (0.75, 1.25), and the loss at a ratio of 1
     is their mean, negated."""
@@ -122,7 +122,7 @@ def test_ppo_with_a_teacher_has_hand_computed_advantages_and_loss():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_expected_distillation_policy_gradient_equals_the_gradient_of_the_kl_divergence(kind):
+def test_expectation_of_the_distillation_policy_gradient_is_the_gradient_of_the_kl_divergence(kind):
     """Over all tokens of a vocabulary of 6, E_p[A grad log p] = -grad D(student, teacher)."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -160,7 +160,7 @@ def batch_of(lengths):
     )  # fmt: skip
 
 
-def test_each_tasks_responses_are_scored_by_its_teacher_or_else_by_the_default_teacher():
+def test_each_response_is_scored_by_the_teacher_of_its_task_or_by_the_default_teacher():
     batch = batch_of([2, 1, 2])
     Teachers(TwoModels(), {"sums": "a", "games": "b"}, "games").add_logprobs(
         batch, {"task_name": ["sums", "x", "sums"]}
@@ -206,7 +206,7 @@ def refused(*overrides, load=load_grpo_config, file="grpo_tiny.yaml"):
     return str(caught.value)
 
 
-def test_invalid_teacher_configurations_are_rejected_with_the_reason():
+def test_error_for_an_invalid_teacher_configuration_states_the_reason():
     assert "opd, which needs a teacher: set on_policy_distillation.enabled=true" in refused(
         "grpo.adv_estimator.name=opd"
     )
@@ -225,7 +225,7 @@ def test_invalid_teacher_configurations_are_rejected_with_the_reason():
     assert "must be opd, which reads the teacher's scores" in said
 
 
-def test_teacher_keys_of_ppo_are_read_and_checked_like_those_of_grpo():
+def test_teacher_configuration_of_ppo_is_validated_like_that_of_grpo():
     keys = opd_keys("x", section="ppo")
     alone, mixed = (load_ppo_config("ppo_tiny.yaml", [*keys, *more]) for more in (
         ["ppo.policy_training_start_step=0"], ["ppo.adv_estimator.outcome_advantage_weight=0.5"],
@@ -263,7 +263,7 @@ def test_distillation_teacher_with_a_different_vocabulary_is_an_error(teacher):
 # ---- runs
 
 
-def test_distillation_teachers_logprobs_equal_those_of_a_policy_with_its_weights(teacher):
+def test_distillation_teacher_gives_the_logprobs_of_a_policy_with_the_same_weights(teacher):
     tiny.one_thread()
     config = load_grpo_config("grpo_tiny.yaml").policy
     student = Policy(None, config, tiny_tokenizer(), seed=1, init_reference_model=False, teachers={"key": str(teacher)})
@@ -307,7 +307,7 @@ def test_distillation_run_reduces_the_logprob_gap_to_its_teacher(teacher, tmp_pa
 
 
 @pytest.mark.slow
-def test_ppo_run_with_a_teacher_reduces_the_gap_to_it_and_resumes_bit_identically(teacher, tmp_path):
+def test_ppo_distillation_run_reduces_the_logprob_gap_and_resumes_bit_identically(teacher, tmp_path):
     keys = (
         *tiny.SMALL_PPO, *opd_keys(teacher, section="ppo"), "ppo.adv_estimator.outcome_advantage_weight=0.1",
         "ppo.policy_training_start_step=2", "checkpointing.enabled=true", "checkpointing.save_period=12",

@@ -21,7 +21,7 @@ def rollouts(*groups, start=0, version=0):
 RIGHT, WRONG, MIXED = (1.0, 1.0), (0.0, 0.0), (0.0, 1.0)
 
 
-def test_disabled_dynamic_sampling_keeps_every_group():
+def test_all_groups_are_kept_if_dynamic_sampling_is_disabled():
     sampler = GroupSampler(num_groups=3)
     assert not sampler.full
     sampler.add(rollouts(RIGHT, WRONG, MIXED))
@@ -31,7 +31,7 @@ def test_disabled_dynamic_sampling_keeps_every_group():
     assert not sampler.full and sampler.cached_groups == 0
 
 
-def test_dynamic_sampling_collects_groups_with_unequal_rewards_over_batches_and_drops_the_surplus():
+def test_dynamic_sampling_collects_unequal_reward_groups_over_batches_and_drops_the_surplus():
     sampler = GroupSampler(num_groups=2, enabled=True)
     sampler.add(rollouts(RIGHT, MIXED, WRONG))
     assert not sampler.full
@@ -69,7 +69,7 @@ def test_dynamic_sampling_keeps_a_group_if_any_two_of_its_rewards_differ():
     assert sampler.take(0)["name"] == ["1.0", "1.1", "1.2"]
 
 
-def test_dynamic_sampling_keep_surplus_uses_extra_groups_in_the_next_step_and_counts_them_as_stale():
+def test_surplus_groups_of_dynamic_sampling_are_used_in_the_next_step_and_counted_as_stale():
     sampler = GroupSampler(num_groups=2, enabled=True, keep_surplus=True)
     sampler.add(rollouts(MIXED, MIXED, MIXED))
     assert sampler.take(0)["group_id"].tolist() == [0, 0, 1, 1]
@@ -81,7 +81,7 @@ def test_dynamic_sampling_keep_surplus_uses_extra_groups_in_the_next_step_and_co
     assert sampler.metrics["stale_samples"] == 2 and sampler.metrics["dynamic_sampling_num_gen_batches"] == 1
 
 
-def test_dynamic_sampling_generates_nothing_if_cached_groups_fill_the_step():
+def test_dynamic_sampling_skips_generation_if_cached_groups_fill_the_batch():
     sampler = GroupSampler(num_groups=1, enabled=True, keep_surplus=True)
     sampler.add(rollouts(MIXED, MIXED))
     sampler.take(0)
@@ -91,7 +91,7 @@ def test_dynamic_sampling_generates_nothing_if_cached_groups_fill_the_step():
 
 
 @pytest.mark.parametrize("limit", [1, 3, 10])
-def test_dynamic_sampling_raises_after_max_gen_batches_without_enough_unequal_groups(limit):
+def test_dynamic_sampling_raises_if_max_gen_batches_give_too_few_groups_with_unequal_rewards(limit):
     sampler = GroupSampler(num_groups=4, enabled=True, max_gen_batches=limit)
     for _ in range(limit - 1):
         sampler.add(rollouts(WRONG, RIGHT, WRONG))
@@ -104,7 +104,7 @@ def test_dynamic_sampling_raises_after_max_gen_batches_without_enough_unequal_gr
     assert "batch_multiplier" in message and isinstance(error.value, ValueError)
 
 
-def test_dynamic_sampling_max_gen_batches_limits_each_step_separately():
+def test_max_gen_batches_limits_dynamic_sampling_in_each_step_separately():
     sampler = GroupSampler(num_groups=1, enabled=True, max_gen_batches=2)
     for _ in range(5):
         sampler.add(rollouts(WRONG))

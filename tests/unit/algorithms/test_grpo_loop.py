@@ -14,13 +14,13 @@ def make(folder, *overrides, **options):
     return fake_run(folder, "grpo", *overrides, **options)
 
 
-def test_grpo_step_calls_the_methods_of_the_policy_in_the_expected_order(tmp_path):
+def test_grpo_step_calls_generation_and_training_methods_in_the_expected_order(tmp_path):
     run = train(make(tmp_path, "grpo.max_num_steps=1", "checkpointing.enabled=false"))
     assert run.policy.events == ["prepare_for_generation", "generate", "finish_generation", "train"]
     assert run.state.step == 1 and run.state.stop_reason == "max_num_steps"
 
 
-def test_grpo_trains_response_tokens_with_leave_one_out_advantages(tmp_path):
+def test_grpo_trains_only_response_tokens_with_leave_one_out_advantages(tmp_path):
     run = train(make(tmp_path, "grpo.max_num_steps=1"))
     batch = run.policy.trained[0]
     assert batch["input_ids"].shape[0] == 8 and batch["group_id"].tolist() == [0] * 4 + [1] * 4
@@ -36,7 +36,7 @@ def test_grpo_trains_response_tokens_with_leave_one_out_advantages(tmp_path):
         assert (torch.sign(batch["advantages"][group][:, -1]) == torch.sign(centered)).all()
 
 
-def test_old_logprobs_are_recomputed_before_training_if_generation_logprobs_are_inexact(tmp_path):
+def test_old_logprobs_are_recomputed_if_generation_and_training_logprobs_may_differ(tmp_path):
     policy = Policy()
     policy.skips_prev_logprobs = False
     run = train(make(tmp_path, "grpo.max_num_steps=1", policy=policy))
@@ -66,7 +66,7 @@ def test_grpo_step_logs_every_expected_metric(tmp_path):
     assert "memory/peak_rss_gb/run" in logged(run, "memory/")[1]
 
 
-def test_zero_std_groups_metric_counts_the_groups_with_equal_rewards(tmp_path):
+def test_zero_std_groups_metric_counts_groups_with_equal_rewards(tmp_path):
     respond = lambda prompt, key: "2" if "0" in prompt or key[2] < 2 else "1"  # noqa: E731
     run = train(make(tmp_path, "grpo.max_num_steps=1", respond=respond))
     row = logged(run)[1]  # prompt 0: all right; prompt 1: two of four
@@ -74,7 +74,7 @@ def test_zero_std_groups_metric_counts_the_groups_with_equal_rewards(tmp_path):
     assert row["train/reward"] == row["train/accuracy"] == 6 / 8
 
 
-def test_dynamic_sampling_generates_until_enough_groups_have_mixed_rewards(tmp_path):
+def test_dynamic_sampling_generates_batches_until_enough_groups_have_mixed_rewards(tmp_path):
     # prompts 0 and 1 are always right, 2 and 3 mixed: the first batch teaches nothing
     run = make(
         tmp_path, "grpo.use_dynamic_sampling=true", "grpo.max_num_steps=1",
@@ -108,7 +108,7 @@ def test_checkpoints_are_saved_every_save_period_steps_and_at_the_end(tmp_path):
     assert info["total_steps"] == 3 and info["draw_counter"] == 6 and info["log_dir"] == str(run.log_dir)
 
 
-def test_resumed_grpo_run_leaves_the_same_log_as_an_uninterrupted_one(tmp_path):
+def test_resumed_grpo_run_writes_the_same_log_as_an_uninterrupted_run(tmp_path):
     first = train(make(tmp_path, "grpo.max_num_steps=2"))
     policy = Policy()
     policy.version = 2
@@ -120,7 +120,7 @@ def test_resumed_grpo_run_leaves_the_same_log_as_an_uninterrupted_one(tmp_path):
     assert logged(whole) == rows
 
 
-def test_resuming_a_finished_grpo_run_trains_no_step(tmp_path):
+def test_resuming_a_finished_grpo_run_performs_no_training_step(tmp_path):
     train(make(tmp_path, "grpo.max_num_steps=2"))
     policy = Policy()
     again = train(make(tmp_path, "grpo.max_num_steps=2", policy=policy))
@@ -147,7 +147,7 @@ def test_ctrl_c_ends_the_run_after_the_current_step_with_a_checkpoint(tmp_path):
     "limit, last, status",
     [(50, 1, "stopped in time"), (1, 1, "finished")],  # the second has ended by itself
 )
-def test_run_stopped_by_checkpoint_must_save_by_is_not_reported_as_finished(tmp_path, monkeypatch, limit, last, status):
+def test_run_stopped_by_its_time_limit_is_not_reported_as_finished(tmp_path, monkeypatch, limit, last, status):
     published, heard = [], []
     monkeypatch.setattr("nemo_rl_cpp.algorithms.build.publish", lambda config, folder: published.append(folder) or {})
     run = make(tmp_path, f"grpo.max_num_steps={limit}", "checkpointing.checkpoint_must_save_by=00:00:00:00")
@@ -157,7 +157,7 @@ def test_run_stopped_by_checkpoint_must_save_by_is_not_reported_as_finished(tmp_
     assert (tmp_path / "checkpoints" / "step_1").is_dir() and status in (run.log_dir / "report.html").read_text()
 
 
-def test_validation_runs_at_start_every_val_period_steps_and_at_the_end(tmp_path):
+def test_validation_runs_at_the_start_every_val_period_steps_and_at_the_end(tmp_path):
     validated = ("grpo.val_at_start=true", "grpo.val_at_end=true", "grpo.val_period=2")
     run = train(make(tmp_path, "grpo.max_num_steps=3", *validated))
     assert [row["step"] for row in run.validations] == [0, 2, 3]
@@ -165,7 +165,7 @@ def test_validation_runs_at_start_every_val_period_steps_and_at_the_end(tmp_path
     assert (run.log_dir / "val_data_step0.jsonl").exists()
 
 
-def test_grpo_run_ends_with_a_checkpoint_if_validation_reaches_the_threshold(tmp_path):
+def test_grpo_run_saves_a_checkpoint_and_ends_if_validation_reaches_the_threshold(tmp_path):
     run = make(
         tmp_path, "grpo.max_num_steps=9", "grpo.val_period=1", "grpo.stop_at_validation_metric=accuracy", "checkpointing.save_period=50",
         "grpo.stop_at_validation_threshold=0.9", "checkpointing.metric_name=val:accuracy", respond=lambda prompt, key: "2",
@@ -176,7 +176,7 @@ def test_grpo_run_ends_with_a_checkpoint_if_validation_reaches_the_threshold(tmp
     assert info["val:accuracy"] == 1.0 and info["val_reward"] == 1.0
 
 
-def test_train_data_file_of_a_step_has_one_line_per_sample(tmp_path):
+def test_train_data_log_file_of_a_step_has_one_line_per_sample(tmp_path):
     run = train(make(tmp_path, "grpo.max_num_steps=1"))
     rows = [json.loads(line) for line in (run.log_dir / "train_data_step1.jsonl").read_text().splitlines()]
     assert len(rows) == 8

@@ -28,11 +28,11 @@ def changes(rewards=REWARDS, lengths=LENGTHS, bands=None, **params):
     ({"pass_rate_length_penalty_weight": 0.4}, [0.7, 0, 1 - 0.4 * 0.75 * 0.4, 0.7]),
     ({"total_bonus": 0.5, "longest_total_penalty": 0.25}, [0.75, 0, 1.5, 1]),
 ])  # fmt: skip
-def test_each_length_penalty_term_changes_rewards_as_computed_by_hand(params, expected):
+def test_each_length_penalty_term_matches_hand_computed_rewards(params, expected):
     assert changes(**params) == pytest.approx(expected)
 
 
-def test_responses_with_outlying_length_are_penalized_by_their_modified_z_score():
+def test_outlier_response_lengths_are_penalized_by_their_modified_z_score():
     rewards, lengths = [1.0] * 5, {name: [10, 11, 12, 13, 100] for name in ("reasoning", "answer", "total")}
     # median 12, deviations 2 1 0 1 88, MAD 1: 0.6745 * 88 = 59.4
     assert changes(rewards, lengths, total_zmad_threshold=3.5, total_zmad_penalty=0.5) == [1, 1, 1, 1, 0.5]
@@ -47,7 +47,7 @@ def test_length_penalty_does_not_change_groups_with_a_single_correct_response():
     assert changes([1.0, 0.0, 0.0, 0.0], **terms) == [1, 0, 0, 0]
 
 
-def test_length_profile_band_scales_the_rewards_of_correct_responses_by_their_length():
+def test_length_profile_scales_rewards_of_correct_responses_by_their_length():
     band = ProfileBandChannel(a=4, b=12, f=0.5)
     assert [band_factor(length, band) for length in (4, 8, 12, 50)] == [1.0, 0.75, 0.5, 0.5]
     # lengths 10: 1 - 6/8 * 0.5
@@ -56,7 +56,7 @@ def test_length_profile_band_scales_the_rewards_of_correct_responses_by_their_le
 
 
 @pytest.mark.parametrize("field, expected", [("a", [0.9, 0, 1.2, 0.9]), ("b", [1, 0, 1, 1])])
-def test_group_length_penalty_applies_only_beyond_the_gate_on_the_mean_correct_length(field, expected):
+def test_group_length_penalty_applies_only_if_the_mean_correct_length_exceeds_the_profile(field, expected):
     band = ProfileBandChannel(a=7.9, b=8.0, f=1.0)  # the mean is 8
     gate = {"group_length_penalty_profile_gate": True, "group_length_penalty_profile_gate_field": field}
     assert changes(bands={"total": band}, group_total_length_penalty_coeff=0.3, **gate) == pytest.approx(expected)
@@ -66,7 +66,7 @@ def test_group_length_penalty_applies_only_beyond_the_gate_on_the_mean_correct_l
 @pytest.mark.parametrize("text, expected", [
     ("<think>a b</think>c", ("a b", "c")), ("a b</think>c", ("a b", "c")), ("<think>cut off", ("cut off", "")), ("plain", ("", "plain")),
 ])  # fmt: skip
-def test_length_penalty_splits_a_response_into_reasoning_and_answer(text, expected):
+def test_length_penalty_measures_reasoning_and_answer_lengths_separately(text, expected):
     assert reasoning_and_answer(text) == expected
 
 
@@ -86,7 +86,7 @@ def letters(text, add_special_tokens):
 BONUS = {"default": {"total_bonus": 0.5}}
 
 
-def test_length_penalty_is_computed_per_group_with_metrics_averaged_over_samples():
+def test_length_penalty_is_computed_per_group_and_its_metrics_are_averaged_over_samples():
     batch = rollouts(["aaaa", "a", "aa", "aaa"], [1.0, 1.0, 0.5, 1.0], [0, 0, 1, 1])
     metrics = apply_length_penalty(batch, LengthPenaltyConfig(**BONUS), letters)
     assert batch["total_reward"].tolist() == [1.0, 1.5, 0.5, 1.0]  # the second group is not binary
@@ -103,7 +103,7 @@ def test_length_penalty_is_not_applied_to_rewards_with_several_components():
     assert batch["total_reward"].tolist() == [1.0, 1.0]
 
 
-def test_length_penalty_overrides_of_a_task_replace_single_keys_of_the_default():
+def test_task_specific_length_penalty_settings_override_single_default_keys():
     config = LengthPenaltyConfig(
         **BONUS, agent_overrides={"off": {"enabled": False}, "more": {"longest_total_penalty": 0.25}, "same": None}
     )
@@ -113,7 +113,7 @@ def test_length_penalty_overrides_of_a_task_replace_single_keys_of_the_default()
     assert batch["total_reward"].tolist() == [1, 1, 0.75, 1.5, 1, 1.5, 1, 1.5]
 
 
-def test_length_profile_band_is_enabled_unless_its_section_or_the_default_disables_it():
+def test_length_profile_is_disabled_by_its_own_section_or_by_the_default_section():
     band = {"enabled": True, "defaults": {"total": {"a": 1, "b": 2, "f": 0.5}}}
     sections = (band, {}), (band, {"profile_band_total": False}), (band | {"enabled": False}, {})
     configs = [LengthPenaltyConfig(profile_band=section, default=default) for section, default in sections]
@@ -124,7 +124,7 @@ def test_length_profile_band_is_enabled_unless_its_section_or_the_default_disabl
     (2, 1.0, [1.0, 0.7, 0.0]),  # earlier lengths 2 and 4 passed: 3 + sqrt(2) = 4.41 tokens
     (2, 0.0, [0.7, 0.7, 0.0]), (3, 1.0, [1.0, 1.0, 0.0]),
 ])  # fmt: skip
-def test_profiled_length_penalty_starts_at_mean_plus_n_deviations_of_profiled_correct_lengths(least, std, expected):
+def test_profile_based_length_penalty_starts_n_standard_deviations_above_the_mean_correct_length(least, std, expected):
     info = {"profiled_rewards": [1, 0, 1], "profiled_output_lengths": [2, 90, 4]}
     batch = rollouts(["aaa", "aaaaa", "aaaaa"], [1.0, 1.0, 0.0], [0, 0, 0], extra_env_info=[info] * 3)
     params = {"profiled_length_penalty": 0.3, "profiled_length_min_samples": least, "profiled_length_n_std": std}
@@ -132,7 +132,7 @@ def test_profiled_length_penalty_starts_at_mean_plus_n_deviations_of_profiled_co
     assert batch["total_reward"].tolist() == pytest.approx(expected)
 
 
-def test_profiled_length_penalty_needs_both_profile_columns_and_is_skipped_without_them():
+def test_profile_based_length_penalty_is_skipped_unless_both_profile_columns_are_present():
     config = LengthPenaltyConfig(default={"profiled_length_penalty": 0.3})
     batch = rollouts(["aaa", "a"], [1.0, 1.0], [0, 0], extra_env_info=[{}, {}])
     apply_length_penalty(batch, config, letters)

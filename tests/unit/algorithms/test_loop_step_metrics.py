@@ -18,7 +18,7 @@ from nemo_rl_cpp.rollouts.rollout_metrics import combine_rollout_metrics
 INF = float("inf")
 
 
-def test_micro_batch_metrics_are_summed_except_minima_maxima_and_means():
+def test_metrics_are_summed_over_micro_batches_except_minima_maxima_and_means():
     metrics = aggregate_microbatch_metrics(
         {
             "loss": [0.25, 0.5], "probs_ratio_min": [0.9, 0.8], "probs_ratio_max": [1.1, 1.3], "lr": [0.5, 0.5],
@@ -45,7 +45,7 @@ def mult_prob_error(*global_batches):
 
 
 @pytest.mark.parametrize("sizes", [[1] * 49, [5, 6, 5, 7] * 43, [173], list(range(1, 200))], ids=len)
-def test_token_mult_prob_error_of_equal_logprobs_over_many_micro_batches_is_exactly_one(sizes):
+def test_token_mult_prob_error_is_exactly_one_for_equal_logprobs_in_many_micro_batches(sizes):
     """An exact run reports a token_mult_prob_error of 1, not of 0.9999999999999998; the smallest gap still shows."""
     batch = [(float(size), float(size)) for size in sizes]
     assert mult_prob_error(batch) == 1.0
@@ -81,7 +81,7 @@ def test_micro_batches_without_valid_samples_are_excluded_from_metrics():
     assert metrics["probs_ratio_max"] == 1.5
 
 
-def test_training_metrics_include_the_largest_gap_and_number_of_logprob_mismatches():
+def test_training_metrics_include_the_largest_logprob_gap_and_the_number_of_mismatched_tokens():
     result = {
         "loss": torch.tensor([0.5]), "grad_norm": torch.tensor([2.0, 4.0]), "all_mb_metrics": {"loss": [0.1, 0.3]},
         "exactness": SimpleNamespace(max_gap=0.25, mismatched_tokens=3),
@@ -91,7 +91,7 @@ def test_training_metrics_include_the_largest_gap_and_number_of_logprob_mismatch
     assert metrics["max_logprob_gap"] == 0.25 and metrics["logprob_mismatched_tokens"] == 3
 
 
-def test_baseline_metrics_give_the_shares_of_groups_with_all_zero_all_one_and_mixed_rewards():
+def test_baseline_metrics_are_the_shares_of_prompts_with_mean_reward_zero_one_and_between():
     assert baseline_metrics(torch.tensor([0.0, 0.0, 1.0, 0.5])) == {
         "baseline_reward/pct_0": 50.0, "baseline_reward/pct_1": 25.0, "baseline_reward/pct_mixed": 25.0,
     }  # fmt: skip
@@ -127,7 +127,7 @@ def test_advantage_metrics_are_zero_if_every_sample_is_masked():
     assert metrics["advantages/mean"] == 0.0 and metrics["num_masked_samples"] == 2
 
 
-def test_rows_of_the_train_data_file_have_no_padding():
+def test_train_data_log_file_contains_no_padding_tokens():
     table = rollout_table(*_step())
     assert table["token_ids"] == [[5, 6], [5, 6, 7, 8]]
     assert table["token_loss_mask"] == [[0, 1], [0, 0, 0, 1]]
@@ -142,7 +142,7 @@ def combined(sizes, **metrics):
     )
 
 
-def test_metrics_of_several_rollout_rounds_are_averaged_weighted_by_their_samples():
+def test_metrics_of_several_rollouts_are_averaged_weighted_by_their_sample_counts():
     found = combined((2, 6), well_formed=(1.0, 0.5), accuracy_of_well_formed=(0.5, 1.0), rate=(0.0, 1.0))
     assert found["well_formed"] == (2 + 3) / 8 and found["rate"] == 0.75
     assert found["accuracy_of_well_formed"] == (0.5 * 2 + 1.0 * 3) / 5  # 2 and 3 well-formed answers
@@ -153,11 +153,11 @@ def test_metrics_of_several_rollout_rounds_are_averaged_weighted_by_their_sample
     ("turns/min", (2, 1), 1), ("min_len", (5, 7), 5), ("max_gen_tokens_per_sample", (4, 9), 9),
     ("turns/total", (8, 4), 12), ("total_turns", (2, 6), 8),
 ])  # fmt: skip
-def test_over_rollout_rounds_rates_are_averaged_and_minima_and_maxima_are_kept(name, values, expected):
+def test_rates_are_averaged_and_minima_and_maxima_are_kept_over_several_rollouts(name, values, expected):
     assert combined((4, 12), **{name: values}) == pytest.approx({name: expected})
 
 
-def test_counts_of_agent_calls_and_errors_are_summed_over_rollout_rounds():
+def test_agent_call_and_error_counts_are_summed_over_several_rollouts():
     names = ("agent_errors", "agent_timeouts", "agent_calls", "agent_calls_left_out")
     counts = dict.fromkeys(names, (1.0, 3.0)) | {"a/agent_errors": (2.0, 5.0), "verifier_timeouts": (1.0, 2.0)}
     sums = dict.fromkeys(names, 4.0) | {"a/agent_errors": 7.0, "verifier_timeouts": 3.0}

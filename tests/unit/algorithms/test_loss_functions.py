@@ -64,7 +64,7 @@ def test_loss_accepts_its_settings_as_config_object_or_mapping():
         assert fn.ratio_clip_min == 0.1 and fn.reference_policy_kl_penalty == 0 and fn.ratio_clip_max == 0.2
 
 
-def test_loss_objects_have_the_input_type_and_loss_type_of_their_settings():
+def test_loss_settings_determine_the_input_type_and_loss_type_of_a_loss_object():
     fn = ClippedPGLossFn(ClippedPGLossConfig(**TIS))
     assert fn.input_type is LossInputType.LOGPROB and fn.loss_type is LossType.TOKEN_LEVEL
     gspo = ClippedPGLossFn(ClippedPGLossConfig(token_level_loss=False, sequence_level_importance_ratios=True))
@@ -79,14 +79,14 @@ METRICS = {
 }  # fmt: skip
 
 
-def test_truncated_importance_sampling_adds_the_is_oob_ratio_metric():
+def test_truncated_importance_sampling_adds_a_metric_for_out_of_bounds_weights():
     data, _, _, counts = batch()
     for settings, more in (({}, set()), (TIS, {"is_oob_ratio"}), ({"positive_example_nll_weight": 0.1}, set())):
         _, metrics = ClippedPGLossFn(ClippedPGLossConfig(**settings))(torch.full((3, 7), -2.0), data, *counts)
         assert set(metrics) == METRICS | more and all(isinstance(v, float) for v in metrics.values())
 
 
-def test_backward_of_a_scaled_loss_gives_the_scaled_gradient_of_the_native_loss():
+def test_gradient_of_a_scaled_native_loss_is_the_scaled_gradient():
     data, _, _, counts = batch()
     x = (-torch.rand(3, 7, dtype=torch.float64) - 2).requires_grad_()
     fn = ClippedPGLossFn(ClippedPGLossConfig())
@@ -100,7 +100,7 @@ def test_backward_of_a_scaled_loss_gives_the_scaled_gradient_of_the_native_loss(
         assert not fn(x, data, *counts)[0].requires_grad
 
 
-def test_loss_with_force_on_policy_ratio_needs_no_previous_logprobs():
+def test_loss_with_force_on_policy_ratio_needs_no_old_logprobs():
     data, _, _, counts = batch()
     del data["prev_logprobs"]
     x = torch.full((3, 7), -2.0)
@@ -110,7 +110,7 @@ def test_loss_with_force_on_policy_ratio_needs_no_previous_logprobs():
         ClippedPGLossFn(ClippedPGLossConfig())(x, data, *counts)
 
 
-def test_positive_example_nll_is_divided_by_the_global_token_count():
+def test_positive_example_nll_is_normalised_by_the_global_token_count():
     """mu = 1, rewards 1, 0, 1: NLL = sum of -x over rows 0 and 2; own count without a global one."""
     data, _, _, counts = batch()
     data["advantages"].zero_()
@@ -125,7 +125,7 @@ def test_positive_example_nll_is_divided_by_the_global_token_count():
     assert float(fn(x, data, *counts)[0]) == 0.0
 
 
-def test_loss_can_be_pickled_after_use():
+def test_loss_object_can_be_pickled_after_use():
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(ratio_clip_max=0.28, **TIS))
     said = repr(loss_fn.op_config)
     again = pickle.loads(pickle.dumps(loss_fn))

@@ -30,7 +30,7 @@ def weights(folder, *overrides):
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_each_loss_term_gives_reproducible_weights_that_differ_from_those_without_it(name, plain, tmp_path):
+def test_each_optional_loss_term_changes_the_trained_weights_reproducibly(name, plain, tmp_path):
     first, history = weights(tmp_path / "1", *TERMS[name])
     again, _ = weights(tmp_path / "2", *TERMS[name])
     assert first == again
@@ -48,7 +48,7 @@ def test_bypass_mode_does_not_change_the_weights_if_generation_and_training_logp
     assert weights(tmp_path / "1", *halves)[0] == weights(tmp_path / "2", *halves, "loss_fn.bypass_mode=true")[0]
 
 
-def test_remax_run_subtracts_the_greedy_reward_of_the_same_prompt(tmp_path):
+def test_remax_run_subtracts_the_reward_of_the_greedy_response_to_the_same_prompt(tmp_path):
     with tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=1", "grpo.adv_estimator.name=remax") as run:
         seen = []
         add = run.advantages.add

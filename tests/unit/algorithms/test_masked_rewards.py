@@ -26,7 +26,7 @@ def train_batch(rewards, masks):
     return TrainBatch.of({"input_lengths": torch.full((size,), 2), **fields})
 
 
-def test_masked_reward_policy_exclude_computes_the_grpo_baseline_without_masked_samples():
+def test_grpo_baseline_excludes_masked_samples_with_masked_reward_policy_exclude():
     batch = train_batch([0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0])  # the first was cut off
     included = advantages(batch)
     excluded = advantages(batch, masked_reward_policy="exclude")
@@ -68,11 +68,11 @@ def test_dynamic_sampling_ignores_truncated_samples_with_masked_reward_policy_ex
 @pytest.mark.parametrize(
     "masked, kept", [([True, False, False, False], 0), ([True] * 3 + [False], 0), ([True] * 4, 0), ([False] * 4, 1)]
 )
-def test_dynamic_sampling_ignores_samples_that_an_environment_masks(masked, kept):
+def test_dynamic_sampling_ignores_samples_masked_by_an_environment(masked, kept):
     assert mixed_groups([0.0, 1.0, 1.0, 1.0], [False] * 4, masked, masked_reward_policy="exclude") == kept
 
 
-def test_dynamic_sampling_keeps_the_masked_samples_of_a_group_that_it_selects():
+def test_dynamic_sampling_keeps_masked_samples_of_selected_groups():
     sampler = GroupSampler.from_config(
         GRPOConfig(
             num_prompts_per_step=1, num_generations_per_prompt=4, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=1,
@@ -83,7 +83,7 @@ def test_dynamic_sampling_keeps_the_masked_samples_of_a_group_that_it_selects():
     assert sampler.take(0).size == 4
 
 
-def test_concatenated_batch_of_parts_with_and_without_mask_sample_excludes_only_the_flagged_samples():
+def test_batches_without_a_mask_sample_field_count_as_unmasked_when_concatenated():
     sampler = GroupSampler.from_config(
         GRPOConfig(num_prompts_per_step=3, num_generations_per_prompt=4, use_dynamic_sampling=True)
     )

@@ -33,7 +33,9 @@ INVALID, MALFORMED = {"is_invalid_tool_call"}, {"has_malformed_thinking"}
         (f"a</think>{BROKEN}<think>", True, INVALID | MALFORMED),
     ],
 )
-def test_invalid_tool_calls_are_searched_in_the_answer_or_else_in_the_reasoning(text, opens_thinking, flags):
+def test_invalid_tool_calls_are_detected_in_the_answer_or_if_it_is_missing_in_the_reasoning(
+    text, opens_thinking, flags
+):
     assert flags_of(text, opens_thinking) == dict.fromkeys(flags, True)
 
 
@@ -69,7 +71,7 @@ def both():
         ({"invalid_tool_call_advantage": 0.0}, [0, 1, 0, 0, 4, 5, 6, 7, 8], (1, 0)),
     ],
 )  # fmt: skip
-def test_responses_with_invalid_tool_calls_or_thinking_get_the_configured_advantage(keys, expected, counts):
+def test_responses_with_invalid_tool_calls_or_thinking_tags_get_the_configured_advantage(keys, expected, counts):
     batch, logs = both()
     before = batch.advantages
     metrics = overwrite_advantages(batch, logs, GRPOConfig(**keys).message_advantages)

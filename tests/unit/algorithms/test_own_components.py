@@ -35,7 +35,7 @@ def advantages(own, **more):
     return own.compute_advantage(prompt_ids=torch.zeros(3, 3), rewards=REWARDS, mask=MASK, **more)
 
 
-def test_custom_estimator_is_called_with_the_arguments_in_its_signature():
+def test_custom_advantage_estimator_receives_the_arguments_that_its_signature_names():
     seen = {}
 
     def every(rewards, **batch):
@@ -66,7 +66,7 @@ def test_custom_advantages_may_be_nan_at_masked_tokens():
     assert advantages(estimator(lambda rewards: masked))[0, 1] == 1.0
 
 
-def test_custom_estimator_that_gives_the_critic_no_returns_is_an_error():
+def test_custom_estimator_that_returns_no_critic_targets_is_an_error_in_ppo():
     config = ppo(f"ppo.adv_estimator.name={OWN}no_critic")
     with pytest.raises(
         ValueError, match="returned no returns, which the critic learns from: return .advantages, returns., or set"
@@ -77,7 +77,7 @@ def test_custom_estimator_that_gives_the_critic_no_returns_is_an_error():
     assert returns is None and given.shape == (3, 3) and not config.has_critic
 
 
-def test_custom_loss_is_called_with_the_arguments_in_its_signature():
+def test_custom_loss_receives_the_arguments_that_its_signature_names():
     leaf = torch.zeros(2, 2, requires_grad=True)
     data = {"token_mask": torch.ones(2, 3), "sample_mask": torch.ones(2), "advantages": torch.ones(2, 3)}
     counts = {"global_valid_seqs": torch.tensor(2.0), "global_valid_toks": torch.tensor(4.0)}
@@ -99,7 +99,7 @@ def test_invalid_return_values_of_a_custom_loss_are_errors(given, words):
         OwnLoss(given, SECTION)(data={}, global_valid_seqs=None, global_valid_toks=None, next_token_logprobs=leaf)
 
 
-def test_custom_loss_is_pickled_as_the_dotted_name_in_the_configuration():
+def test_custom_loss_is_pickled_as_its_configured_dotted_name():
     config = grpo(f"loss_fn.name={OWN}Reinforce", "loss_fn.kwargs={scale:3.0}")
     again = pickle.loads(pickle.dumps(make_loss(config.loss_fn)))
     assert again._made.component.scale == 3.0 and again.loss_type is again._made.component.loss_type
@@ -107,7 +107,7 @@ def test_custom_loss_is_pickled_as_the_dotted_name_in_the_configuration():
         copy.copy(OwnLoss(Reinforce(), SECTION))
 
 
-def test_built_in_loss_is_not_wrapped_as_a_custom_loss():
+def test_built_in_loss_configured_by_name_is_not_wrapped_as_a_custom_loss():
     loss = nemo_rl_cpp.algorithms.loss.ClippedPGLossFn(SECTION)
     assert own_loss(loss, SECTION) is loss and hasattr(loss, "token_loss")
 

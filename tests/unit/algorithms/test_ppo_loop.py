@@ -40,7 +40,7 @@ def make(folder, *overrides, critic=Critic, **options):
     return fake_run(folder, "ppo", *once, *overrides, critic=critic, **options)
 
 
-def test_ppo_step_calls_policy_and_critic_in_order(tmp_path):
+def test_ppo_step_calls_policy_and_critic_in_the_expected_order(tmp_path):
     run = train(make(tmp_path, "ppo.max_num_steps=1", "ppo.ppo_epochs=3", "checkpointing.enabled=false"))
     epoch = ["train critic", "train"]  # critic before actor
     generation = ["prepare_for_generation", "generate", "finish_generation"]
@@ -69,7 +69,7 @@ def test_all_ppo_epochs_train_with_the_values_and_returns_computed_after_the_rol
         assert torch.equal(batch["values"], critic["values"]) and torch.equal(batch["returns"], critic["returns"])
 
 
-def test_first_ppo_epoch_trains_without_old_logprobs_and_later_epochs_use_them(tmp_path):
+def test_only_ppo_epochs_after_the_first_use_old_logprobs(tmp_path):
     run = make(tmp_path, "ppo.max_num_steps=1", "ppo.ppo_epochs=2")
     seen, step = [], run.policy.train
     run.policy.train = lambda data, *args, **kwargs: (
@@ -80,7 +80,7 @@ def test_first_ppo_epoch_trains_without_old_logprobs_and_later_epochs_use_them(t
     assert seen == [False, True]
 
 
-def test_ppo_run_with_the_estimator_raw_reward_has_no_critic_metrics_or_checkpoint(tmp_path):
+def test_ppo_run_with_raw_reward_advantages_has_no_critic_metrics_or_critic_checkpoint(tmp_path):
     raw = ("ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.normalize_advantages=false")
     run = train(make(tmp_path, *raw, "ppo.max_num_steps=2", critic=None))
     assert run.models == {"policy": run.policy}
@@ -122,7 +122,7 @@ def test_ppo_step_logs_metrics_averaged_over_epochs_and_those_of_the_last_epoch(
 
 
 @pytest.mark.parametrize("critic, policy", [(1, 2), (2, 1), (3, 2)])
-def test_last_epoch_metrics_come_from_the_last_epoch_of_the_policy_and_of_the_critic(critic, policy):
+def test_last_epoch_metrics_are_those_of_the_last_policy_epoch_and_last_critic_epoch(critic, policy):
     epochs = [{"critic/loss": float(i)} for i in range(critic)], [{"loss": 10.0 + i} for i in range(policy)]
     found = mean_over_epochs(*epochs)
     assert found["last_epoch/critic/loss"] == critic - 1 and found["last_epoch/loss"] == 9 + policy

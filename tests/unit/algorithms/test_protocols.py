@@ -113,7 +113,7 @@ PPO = (*tiny.SMALL_PPO, "ppo.ppo_epochs=1", "ppo.policy_training_start_step=0")
 
 
 @pytest.mark.parametrize("protocol", NATIVE, ids=lambda protocol: protocol.__name__)
-def test_typing_protocols_declare_exactly_the_methods_that_the_code_calls(asked, protocol):
+def test_typing_protocols_declare_exactly_the_methods_that_the_package_calls(asked, protocol):
     assert {name for name in asked[protocol] if not name.startswith("_")} == declared(protocol)
 
 

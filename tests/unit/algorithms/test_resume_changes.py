@@ -83,7 +83,7 @@ def test_resume_prints_every_configuration_key_that_has_changed(root, run_of_two
     assert SAID[overrides] in line and run.state.step == 2
 
 
-def test_checkpoints_configuration_cannot_include_files_outside_the_checkpoint(
+def test_configuration_in_a_checkpoint_cannot_include_files_outside_the_checkpoint(
     root, run_of_two_steps, tmp_path, capsys
 ):
     secret = tmp_path / "secret.yaml"
@@ -97,7 +97,7 @@ def test_checkpoints_configuration_cannot_include_files_outside_the_checkpoint(
     assert "Its config.yaml cannot be read, so what changed since is not known." in capsys.readouterr().out
 
 
-def test_moved_model_and_data_files_do_not_prevent_a_resume(root, run_of_two_steps, capsys):
+def test_run_resumes_after_its_model_and_data_files_were_moved(root, run_of_two_steps, capsys):
     shutil.copytree(run_of_two_steps / "model", run_of_two_steps / "moved" / "model", dirs_exist_ok=True)
     shutil.copy(run_of_two_steps / "rows.jsonl", run_of_two_steps / "moved.jsonl")
     resume(root, run_of_two_steps, model="moved/model", rows="moved.jsonl")
@@ -146,7 +146,9 @@ def config_of(root, base, *overrides, **paths):
 @pytest.mark.parametrize(
     "name, paths, overrides, words", [row for row in REFUSED if "tokenizer" not in row[0]], ids=lambda v: None
 )
-def test_preflight_reports_changed_keys_that_prevent_a_resume(root, run_of_two_steps, name, paths, overrides, words):
+def test_preflight_check_reports_changed_configuration_keys_that_prevent_a_resume(
+    root, run_of_two_steps, name, paths, overrides, words
+):
     errors = [str(f) for f in preflight(config_of(root, run_of_two_steps, *overrides, **paths)) if f.level == "error"]
     key, _, reason = words.partition(": ")
     wanted = f"{key} {reason.removeprefix(key.rpartition('.')[2] + ' ')}"  # the key once, and the reason
@@ -155,7 +157,7 @@ def test_preflight_reports_changed_keys_that_prevent_a_resume(root, run_of_two_s
 
 
 @pytest.mark.slow
-def test_preflight_reports_data_with_another_number_of_rows_than_the_checkpoint(tmp_path):
+def test_preflight_check_reports_a_data_set_size_that_differs_from_the_checkpoint(tmp_path):
     tiny.train(tmp_path, *RUN, "grpo.max_num_steps=2")
     folders = [f"logger.log_dir={tmp_path / 'logs'}", f"checkpointing.checkpoint_dir={tmp_path / 'checkpoints'}"]
 
@@ -195,12 +197,12 @@ def test_changed_learning_rate_and_schedule_apply_from_the_first_step_after_a_re
     assert rate(warm_up, "policy.optimizer.kwargs.lr=1e-2") == pytest.approx(1e-2 * 0.28, rel=1e-12)
 
 
-def test_resume_with_a_different_algorithm_is_rejected(root, run_of_two_steps):
+def test_resuming_with_a_different_algorithm_is_an_error(root, run_of_two_steps):
     with pytest.raises(ResumeError, match="ppo: the checkpoint is of a GRPO run, this one is PPO"):
         tiny.make(root / "run", "checkpointing.enabled=true", config="ppo_tiny.yaml")
 
 
-def test_resuming_a_finished_run_prints_how_to_train_further(run_of_two_steps, capsys):
+def test_resuming_a_finished_run_prints_which_key_to_raise_to_train_further(run_of_two_steps, capsys):
     resume(run_of_two_steps, run_of_two_steps, "grpo.max_num_steps=2")
     out = capsys.readouterr().out
     assert "step_2, saved 20" in out and "Nothing in the configuration has changed." in out
@@ -208,7 +210,7 @@ def test_resuming_a_finished_run_prints_how_to_train_further(run_of_two_steps, c
     assert "checkpointing.checkpoint_dir" in out
 
 
-def test_second_run_in_the_checkpoint_folder_of_another_is_an_error_before_a_model_is_loaded(tmp_path, monkeypatch):
+def test_checkpoint_folder_in_use_by_another_run_is_an_error_before_the_model_is_loaded(tmp_path, monkeypatch):
     first = tiny.make(tmp_path, *RUN)
     monkeypatch.setattr("nemo_rl_cpp.algorithms.parts.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
     words = r"checkpoints is in use by this very process, since 20.*checkpointing.checkpoint_dir of its own"
@@ -217,7 +219,7 @@ def test_second_run_in_the_checkpoint_folder_of_another_is_an_error_before_a_mod
     close(first)
 
 
-def test_resume_drops_groups_saved_by_dynamic_sampling_if_the_group_size_changed(tmp_path, capsys):
+def test_saved_groups_of_dynamic_sampling_are_dropped_on_resume_if_the_group_size_changed(tmp_path, capsys):
     keep = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_keep_surplus=true", "grpo.batch_multiplier=2")
     first = tiny.train(tmp_path, *RUN, *keep, "grpo.max_num_steps=2", "grpo.dynamic_sampling_max_gen_batches=50")
     assert first.state.step == 2
@@ -233,7 +235,7 @@ def test_resume_drops_groups_saved_by_dynamic_sampling_if_the_group_size_changed
     assert other.collector.sampler.cached_groups == 0
 
 
-def test_dynamic_sampling_files_of_earlier_versions_load_without_running_pickled_code(tmp_path):
+def test_dynamic_sampling_state_of_earlier_versions_loads_without_running_pickled_code(tmp_path):
     """Checkpoints of earlier versions pickled the kept groups."""
     import pickle
 
@@ -270,7 +272,7 @@ PPO = (
 )  # fmt: skip
 
 
-def test_changed_critic_keys_prevent_a_resume_like_changed_policy_keys(tmp_path, capsys):
+def test_changed_critic_keys_are_reported_or_prevent_a_resume_like_changed_policy_keys(tmp_path, capsys):
     tiny.train(tmp_path, *PPO, config="ppo_tiny.yaml")
     changed = ("value.megatron_cfg.optimizer.lr=0.25", "ppo.max_num_steps=2")
     run = tiny.make(tmp_path, *PPO, *changed, config="ppo_tiny.yaml")

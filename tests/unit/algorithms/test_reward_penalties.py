@@ -34,7 +34,7 @@ def penalised(log, tokenizer=tokenizer, **config):
     "text, reward",
     [("<think>same</think> same", 0.0), ("<think>same</think>other", 1.0), ("same", 1.0), ("<think> </think> ", 1.0)],
 )
-def test_response_whose_answer_repeats_its_reasoning_is_penalised_with_zero_reward(text, reward):
+def test_response_whose_answer_repeats_its_reasoning_gets_zero_reward(text, reward):
     log = [message("user", [1]), message("assistant", [2], text)]
     result = penalised(log, penalize_duplicated_reasoning=True)
     assert result == (reward, {"reasoning_equal_to_final_answer_rate": 1.0 - reward})
@@ -48,7 +48,7 @@ def test_conversation_whose_last_response_is_empty_gets_zero_reward(texts, rewar
     assert penalised(log, penalize_empty_final_answer=True) == (reward, {"empty_final_answer_rate": 1.0 - reward})
 
 
-def test_forbidden_token_in_a_response_gives_zero_reward_but_not_in_a_prompt():
+def test_forbidden_token_gives_zero_reward_in_a_response_but_not_in_a_prompt():
     section = {"penalize_unwanted_tokens": True, "token_ids": {"unwanted": [7, 8]}}
     assert penalised([message("user", [7]), message("assistant", [1, 2])], **section)[0] == 1.0
     assert penalised([message("user", [1]), message("assistant", [1, 8])], **section)[0] == 0.0
@@ -67,7 +67,7 @@ def test_forbidden_token_in_a_response_gives_zero_reward_but_not_in_a_prompt():
         ([1, OPEN, OPEN], [CLOSE], 0.0),
     ],
 )
-def test_unbalanced_thinking_tag_tokens_of_prompt_and_response_give_zero_reward(prompt, response, reward):
+def test_unbalanced_thinking_tags_over_prompt_and_response_give_zero_reward(prompt, response, reward):
     section = {"penalize_malformed_think_tag": True}
     for log in (
         [message("user", prompt), message("assistant", response)],
@@ -86,7 +86,7 @@ def test_unbalanced_thinking_tag_tokens_of_prompt_and_response_give_zero_reward(
 
 
 @pytest.mark.parametrize("text, reward", [("a</think>b", 1.0), ("<think>a", 0.0), ("a</think></think>", 0.0)])
-def test_thinking_tags_of_several_tokens_are_found_in_the_text_of_a_response(text, reward):
+def test_thinking_tags_split_into_several_tokens_are_found_in_the_response_text(text, reward):
     log = [message("user", [1]), message("assistant", [2], text)]
     assert penalised(log, tokenizer=spelled, penalize_malformed_think_tag=True)[0] == reward
 

@@ -20,7 +20,7 @@ def logs(*lengths):
     return [[asked, {"role": "assistant", "token_ids": torch.zeros(n)}] for n in lengths]
 
 
-def test_reward_scaling_maps_total_and_component_rewards_linearly_and_clamps_them(capsys):
+def test_reward_scaling_maps_rewards_linearly_and_clamps_them_to_the_target_range(capsys):
     total, part = torch.tensor([0.0, 1.0, 0.5, 7.0]), torch.tensor([1.0, 0.0, 1.0, 0.0])
     batch = {"total_reward": total, "reward/format": part, "reward": "kept"}
     out = scale_rewards(batch, RewardScalingConfig(enabled=True, target_min=-1.0, target_max=1.0))
@@ -39,14 +39,14 @@ def test_overlong_penalty_matches_hand_computed_values():
     assert out["unshaped_total_reward"].tolist() == [1.0] * 5
 
 
-def test_overlong_penalty_measures_only_the_first_assistant_message():
+def test_overlong_penalty_depends_only_on_the_length_of_the_first_assistant_message():
     log = logs(8)[0] + [{"role": "assistant", "token_ids": torch.zeros(50)}]
     batch = {"total_reward": torch.ones(1), "message_log": [log]}
     out = apply_reward_shaping(batch, RewardShapingConfig(enabled=True, **DAPO))
     assert out["total_reward"].tolist() == [0.0]
 
 
-def test_stop_properly_penalty_replaces_other_reward_shaping_unless_they_are_to_be_combined():
+def test_stop_properly_penalty_replaces_other_reward_shaping_unless_compose_is_set():
     def shaped(**more):
         rewards = {"total_reward": torch.tensor([1.0, 1.0, -1.0]), "truncated": [False, True, True]}
         config = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5, **DAPO, **more)
@@ -70,7 +70,7 @@ def error_data():
     }  # fmt: skip
 
 
-def test_samples_above_the_sequence_logprob_error_threshold_are_masked():
+def test_sequences_whose_logprob_error_exceeds_the_threshold_are_masked():
     """Errors 1, (3 + 1)/2 = 2, (2 + 4)/2 = 3; the masked row does not count. Threshold 2.5 drops the third."""
     data = error_data()
     m = mask_by_logprob_error(data, None)

@@ -40,7 +40,7 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: str(error)[:30])
-def test_checkpoint_save_on_a_full_disk_is_retried_later_and_does_not_end_the_run(tmp_path, error):
+def test_run_continues_and_retries_a_checkpoint_save_that_failed_on_a_full_disk(tmp_path, error):
     run = make(tmp_path, "grpo.max_num_steps=6", "checkpointing.save_period=2")
     disk, step = FullDisk(run, error), run.policy.train
 
@@ -58,7 +58,7 @@ def test_checkpoint_save_on_a_full_disk_is_retried_later_and_does_not_end_the_ru
     assert saved(tmp_path) == ["step_6"]  # step 5 was off the period: it goes when a newer one is there
 
 
-def test_error_for_the_last_checkpoint_save_on_a_full_disk_says_to_free_space(tmp_path):
+def test_full_disk_at_the_last_checkpoint_is_an_error_that_advises_to_free_space(tmp_path):
     run = make(tmp_path, "grpo.max_num_steps=3", "checkpointing.save_period=2")
     FullDisk(run, ERRORS[0])
     words = "step 3 could not be saved.*free space and start"
@@ -67,7 +67,7 @@ def test_error_for_the_last_checkpoint_save_on_a_full_disk_says_to_free_space(tm
     assert isinstance(NotSavedError(""), ValueError) and saved(tmp_path) == []
 
 
-def test_summary_of_a_run_names_no_report_that_a_full_disk_kept_from_being_written(tmp_path, monkeypatch):
+def test_run_summary_does_not_name_a_report_that_a_full_disk_prevented(tmp_path, monkeypatch):
     run = make(tmp_path, "grpo.max_num_steps=1", "checkpointing.enabled=false", "logger.report=true")
 
     def full(*args, **kwargs):
@@ -78,7 +78,7 @@ def test_summary_of_a_run_names_no_report_that_a_full_disk_kept_from_being_writt
     assert "logs" in summary(run, 0, 1.0) and "report" not in summary(run, 0, 1.0)
 
 
-def test_checkpoint_save_error_other_than_a_full_disk_ends_the_run(tmp_path):
+def test_checkpoint_save_error_ends_the_run_unless_the_disk_is_full(tmp_path):
     run = make(tmp_path, "grpo.max_num_steps=3")
     FullDisk(run, OSError(errno.EACCES, "Permission denied"))
     with pytest.raises(PermissionError):
@@ -140,7 +140,7 @@ def make_steps(tmp_path, steps, metric, *overrides):
 
 
 @pytest.mark.parametrize("name", ["train:rewrd", "val:accurcy", "val:loss"])
-def test_unknown_checkpointing_metric_name_ends_the_run_after_its_first_step(tmp_path, name):
+def test_unknown_checkpoint_metric_name_ends_the_run_after_the_first_step(tmp_path, name):
     """`loss` is a metric of training alone."""
     run = make_steps(tmp_path, 9, name, "grpo.val_period=5")
     with pytest.raises(ValueError, match=f"metric_name='{name}': the .* metrics have no .*; there are .*accuracy"):
@@ -148,7 +148,7 @@ def test_unknown_checkpointing_metric_name_ends_the_run_after_its_first_step(tmp
     assert run.state.step == 1
 
 
-def test_unknown_val_metric_name_raises_only_at_validation_if_its_environments_are_not_those_of_training(tmp_path):
+def test_unknown_validation_metric_raises_at_validation_if_validation_environments_differ(tmp_path):
     """Their metrics cannot be known from training's."""
     run = make_steps(tmp_path, 9, "val:accurcy", "grpo.val_period=2")
     run.environments.train["second"] = next(iter(run.environments.train.values()))
@@ -158,7 +158,7 @@ def test_unknown_val_metric_name_raises_only_at_validation_if_its_environments_a
     assert run.state.step == 2
 
 
-def test_validation_at_start_reports_an_unknown_checkpointing_metric_name(tmp_path):
+def test_initial_validation_reports_an_unknown_checkpoint_metric_name(tmp_path):
     run = make(tmp_path, "checkpointing.metric_name=val:accurcy", "grpo.val_at_start=true")
     with pytest.raises(ValueError, match="the val metrics have no 'accurcy'; there are accuracy"):
         train(run)
@@ -169,7 +169,7 @@ def test_validation_at_start_reports_an_unknown_checkpointing_metric_name(tmp_pa
     "name",
     ["train:loss", "train:reward", "val:accuracy", "val:avg_length", "val:pass_k", "val:mean_gen_tokens_per_sample"],
 )
-def test_checkpoint_records_the_value_of_checkpointing_metric_name(tmp_path, name):
+def test_checkpoint_records_the_value_of_the_configured_metric(tmp_path, name):
     several = ("grpo.val_num_generations_per_prompt=2",) if name == "val:pass_k" else ()
     run = make_steps(tmp_path, 2, name, "grpo.val_period=2", *several)
     train(run)
@@ -177,7 +177,7 @@ def test_checkpoint_records_the_value_of_checkpointing_metric_name(tmp_path, nam
     assert isinstance(info[name], float)
 
 
-def test_checkpoint_is_saved_with_a_warning_if_its_metric_disappears_during_the_run(tmp_path):
+def test_checkpoint_is_saved_with_a_warning_if_the_configured_metric_disappears_during_the_run(tmp_path):
     run = make_steps(tmp_path, 3, "train:token_mult_prob_error")
     step = run.policy.train
 
@@ -194,7 +194,7 @@ def test_checkpoint_is_saved_with_a_warning_if_its_metric_disappears_during_the_
     assert os.path.isdir(tmp_path / "checkpoints" / "step_3")
 
 
-def test_run_warns_once_if_checkpoints_are_saved_without_their_configured_metric(tmp_path):
+def test_checkpoints_saved_without_the_configured_metric_give_one_warning_per_run(tmp_path):
     run = make_steps(tmp_path, 4, "val:accuracy", "grpo.val_period=4", "checkpointing.save_period=1")
     words = "saved without checkpointing.metric_name=val:accuracy.*multiple of val_period"
     with pytest.warns(UserWarning, match=words) as warned:

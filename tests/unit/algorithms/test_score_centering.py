@@ -46,7 +46,7 @@ def gradient(name, logits, data, ids, tokens, k):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("k", [V, 4])
-def test_score_centering_gives_zero_mean_gradient_for_equal_advantages(name, k):
+def test_score_centering_gives_a_zero_mean_gradient_for_equal_advantages(name, k):
     """Summed over every token that might have been sampled, weighted by its old probability. With k < V the mean is taken
     over the reconstructed distribution: the old one at the k tokens, the scaled current one elsewhere."""
     logits, old = distributions(1)
@@ -74,7 +74,7 @@ def slow_term(name, p, q, advantage, low, high):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_score_centering_term_of_the_loss_matches_a_slow_reference(name):
+def test_score_centering_loss_term_matches_a_reference_implementation(name):
     logits, old = distributions(2)
     random = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, V, logits.shape[:2], generator=random)
@@ -94,7 +94,7 @@ def test_score_centering_term_of_the_loss_matches_a_slow_reference(name):
     assert torch.equal(result.grad_logprobs, without.grad_logprobs)
 
 
-def test_score_centering_changes_the_weights_after_the_first_update(tmp_path):
+def test_score_centering_changes_the_weights_of_a_step_with_several_updates(tmp_path):
     def digest(folder, *more):
         keys = ("loss_fn.name=cispo", "policy.train_global_batch_size=8", "grpo.max_num_steps=1", *more)
         with tiny.make(tmp_path / folder, *tiny.SMALL, *keys) as run:
@@ -105,6 +105,6 @@ def test_score_centering_changes_the_weights_after_the_first_update(tmp_path):
 
 
 @pytest.mark.parametrize("override", ["loss_fn.name=gspo", "loss_fn.use_importance_sampling_correction=true"])
-def test_settings_incompatible_with_score_centering_are_rejected(override):
+def test_settings_incompatible_with_score_centering_are_errors(override):
     with pytest.raises(ConfigError, match="score_centering_k goes with"):
         load_grpo_config("grpo_tiny.yaml", ["loss_fn.score_centering_k=6", "loss_fn.name=gpg", override])

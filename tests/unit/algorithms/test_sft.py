@@ -75,7 +75,7 @@ def policy_of(*overrides):
 LOSS = ClippedPGLossFn(SFTLossConfig())
 
 
-def test_sft_loss_equals_that_of_transformers_on_the_same_rows(rows, tmp_path):
+def test_sft_loss_equals_the_loss_of_transformers_on_the_same_samples(rows, tmp_path):
     transformers = pytest.importorskip("transformers")
     policy = policy_of()
     policy.save_checkpoint(tmp_path)
@@ -95,7 +95,7 @@ def test_sft_loss_equals_that_of_transformers_on_the_same_rows(rows, tmp_path):
     assert result["grad_norm"].tolist() == pytest.approx([norm], rel=1e-4)
 
 
-def test_sft_on_packed_rows_gives_the_weights_of_unpacked_rows(rows):
+def test_sft_trains_the_same_weights_with_and_without_sequence_packing(rows):
     packed = policy_of("policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=64")
     alone = policy_of("policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=1")
     for _ in range(3):
@@ -152,7 +152,7 @@ def test_sft_run_lowers_the_loss_and_resumes_bit_identically(tmp_path):
     assert "reward" not in table and table["loss"] == f"{losses[0]:.3f} -> {losses[-1]:.3f}"
 
 
-def test_settings_that_sft_cannot_use_are_errors():
+def test_settings_unsupported_by_sft_are_errors():
     for overrides, said in (
         (["loss_fn.name=sapo"], "must be nll, or a loss of yours"),
         (["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1",

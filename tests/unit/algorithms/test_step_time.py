@@ -31,7 +31,7 @@ def native(overrides=None, **fields):
     return tiny_random({**sizes, **(overrides or {})}, **fields).native()
 
 
-def test_costs_count_two_operations_a_weight_and_four_an_element_of_query_and_key():
+def test_estimated_flops_per_token_match_hand_computed_values_for_every_kind_of_layer():
     costs = Costs.of(native())
     assert (costs.layers, costs.head, costs.per_key) == (2 * 2 * LAYER, HEAD, 2 * KEY)
     assert costs.forward(10, 5.5, 3) == 10 * (4 * LAYER + 2 * KEY * 5.5) + 3 * HEAD
@@ -45,7 +45,7 @@ def test_costs_count_two_operations_a_weight_and_four_an_element_of_query_and_ke
 
 
 @pytest.mark.parametrize(("kind", "count"), [({}, 1), (EXPERTS, 1), (RECURRENT, 2), (MAMBA2, 3)])
-def test_first_layers_have_every_kind_of_layer_and_a_share_of_the_costs(kind, count):
+def test_truncated_model_for_timing_has_every_kind_of_layer_and_a_proportional_flop_count(kind, count):
     whole = native(kind | {"num_hidden_layers": 4})
     assert layers_of_all_kinds(whole) == count
     part, all_layers = Costs.of(few_layers(whole, count, 4)), Costs.of(whole)
@@ -54,7 +54,7 @@ def test_first_layers_have_every_kind_of_layer_and_a_share_of_the_costs(kind, co
         assert (part.layers * 4 / count, part.per_key * 4 / count) == (all_layers.layers, all_layers.per_key)
 
 
-def test_step_time_adds_prefill_decode_training_and_optimizer_steps():
+def test_step_time_estimate_is_the_sum_of_prefill_decode_training_and_optimizer_time():
     config, shape = load_grpo_config("configs/grpo_tiny.yaml"), Shape(32, 8, 5, 3)
     layers = 32 * 5 * (4 * LAYER + 2 * KEY * 2.5), 32 * 8 * 3 * (4 * LAYER + 2 * KEY * 6.5)
     prompts, responses = layers[0], layers[1] + 32 * 8 * 3 * HEAD
@@ -72,7 +72,7 @@ def test_step_time_adds_prefill_decode_training_and_optimizer_steps():
     assert step_time(config, shape, costs, rates, kept=0.0) == pytest.approx((seconds[0], twice))
 
 
-def test_step_time_of_ppo_adds_the_critic():
+def test_step_time_estimate_of_ppo_includes_the_critic():
     config, shape = load_ppo_config("configs/ppo_tiny.yaml"), Shape(2, 4, 5, 3)
     config.policy.train_global_batch_size, config.value.train_global_batch_size = 8, 4
     costs = {"policy": Costs(10.0, 1.0, 0.0), "value": Costs(20.0, 0.0, 0.0)}
@@ -83,7 +83,7 @@ def test_step_time_of_ppo_adds_the_critic():
     assert step_time(config, shape, costs, rates, kept=0.0) == (policy, config.loop.policy_epochs * policy + critic)
 
 
-def test_shape_of_a_step_has_responses_of_the_maximum_length():
+def test_step_time_estimate_assumes_responses_of_the_maximum_length():
     config = load_grpo_config("configs/grpo_tiny.yaml")
     lengths = mean_lengths(config)
     assert lengths == (4, 0) and Shape.of(config, lengths) == Shape(32, 8, 4, 3)  # as "123>"
@@ -101,7 +101,7 @@ def test_shape_of_a_step_has_responses_of_the_maximum_length():
     [EXPERTS, RECURRENT, MAMBA2, LATENT | {"model_type": "deepseek_v3", "n_routed_experts": 8, "n_group": 1}],
     ids=["experts", "recurrent", "mamba2", "latent"],
 )
-def test_measurement_runs_every_kind_of_layer_and_leaves_the_random_state_of_the_run(kind):
+def test_step_time_measurement_runs_every_kind_of_layer_and_keeps_the_random_state(kind):
     config = load_grpo_config(
         "configs/grpo_tiny.yaml", [*shaped(kind), "++policy.hf_config_overrides.num_hidden_layers=4"]
     )
@@ -111,7 +111,7 @@ def test_measurement_runs_every_kind_of_layer_and_leaves_the_random_state_of_the
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-def test_measurement_runs_a_critic_and_adapters_over_a_quantised_base(precision):
+def test_step_time_measurement_supports_critics_and_lora_on_a_quantised_base(precision):
     ppo = load_ppo_config("configs/ppo_tiny.yaml", [f"policy.precision={precision}"])
     lora = (
         "++policy.dtensor_cfg.lora_cfg.enabled=true",
@@ -123,7 +123,7 @@ def test_measurement_runs_a_critic_and_adapters_over_a_quantised_base(precision)
 
 
 @pytest.mark.slow
-def test_check_says_how_long_a_step_takes(tmp_path, capsys, monkeypatch):
+def test_check_command_prints_an_estimate_of_the_step_time(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(forecast, "_SHORT", 0.0)
     folders = f"checkpointing.checkpoint_dir={tmp_path / 'results'}", f"logger.log_dir={tmp_path / 'logs'}"
     words = ["--config", "configs/grpo_tiny.yaml", *folders, "grpo.max_num_steps=1", "data.validation=null"]
@@ -136,7 +136,7 @@ def test_check_says_how_long_a_step_takes(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.splitlines()[-1] == "a step takes less than a second"
 
 
-def test_nothing_is_forecast_for_other_engines_several_processes_and_teachers(capsys):
+def test_check_command_prints_no_step_time_estimate_for_unsupported_configurations(capsys):
     def of(*overrides, load=load_grpo_config, config="configs/grpo_tiny.yaml"):
         return has_time_forecast(load(config, list(overrides)))
 
@@ -151,7 +151,7 @@ def test_nothing_is_forecast_for_other_engines_several_processes_and_teachers(ca
     assert "a step takes" not in capsys.readouterr().out
 
 
-def test_check_without_torch_prints_no_forecast_and_succeeds(capsys, monkeypatch):
+def test_check_command_without_torch_succeeds_without_a_step_time_estimate(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "nemo_rl_cpp.algorithms.step_time", None)  # its import fails
     assert cli.main(["check", "--config", "grpo_tiny.yaml"]) == 0
     assert "a step takes" not in capsys.readouterr().out

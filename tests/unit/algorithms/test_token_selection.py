@@ -35,14 +35,14 @@ def test_kl_cov_penalises_the_tokens_with_the_largest_covariances():
     assert metrics == {"selected_tokens_share": 0.25}
 
 
-def test_clip_cov_zeroes_advantages_of_tokens_with_covariances_within_the_bounds():
+def test_clip_cov_zeroes_the_advantages_of_tokens_whose_covariance_is_within_the_bounds():
     batch = batch_of([2.0, -3.0, 3.0, -2.0], [-1.0, -2.0, -3.0, -4.0])
     settings = ClippedPGLossConfig(name="clip_cov", clip_cov_ratio=0.5, clip_cov_lb=2.0, clip_cov_ub=4.0)
     metrics = select_tokens(batch, settings, 1, 2)
     assert batch.advantages.tolist() == [0.0, -3.0, 3.0, 0.0] and metrics == {"selected_tokens_share": 0.5}
 
 
-def test_clip_cov_selects_tokens_randomly_by_seed_and_step_alone():
+def test_random_token_selection_of_clip_cov_depends_only_on_seed_and_step():
     random = torch.Generator().manual_seed(0)
     advantages, logprobs = torch.randn(400, generator=random).tolist(), torch.randn(400, generator=random).tolist()
     settings = ClippedPGLossConfig(name="clip_cov", clip_cov_ratio=0.05, clip_cov_lb=0.1, clip_cov_ub=9.0)
@@ -56,7 +56,7 @@ def test_clip_cov_selects_tokens_randomly_by_seed_and_step_alone():
     assert left_out(1, 2) != left_out(1, 3) and left_out(1, 2) != left_out(2, 2)
 
 
-def test_top_entropy_quantile_zeroes_advantages_of_all_but_the_highest_entropy_tokens():
+def test_top_entropy_quantile_zeroes_the_advantages_of_all_lower_entropy_tokens():
     entropies, mask = [0.1, 9.0, 0.3, 0.2, 0.5, 0.4], [1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     batch = batch_of([1.0] * 6, [-1.0] * 6, entropies, mask)
     metrics = select_tokens(batch, ClippedPGLossConfig(top_entropy_quantile=0.4), 1, 2)

@@ -29,7 +29,7 @@ KINDS = ("forward", "reverse", "mixed")
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("zero_outside", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_topk_distillation_divergences_match_a_slow_reference_on_random_distributions(kind, zero_outside, count):
+def test_topk_distillation_divergences_match_a_reference_implementation(kind, zero_outside, count):
     rng = np.random.default_rng(KINDS.index(kind))
     for _ in range(count):
         V, k = int(rng.integers(2, 30)), int(rng.integers(1, 9))
@@ -82,7 +82,7 @@ SETTINGS = [dict(kl_type=kind, zero_outside_topk=z) for kind in KINDS for z in (
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_topk_distillation_loss_matches_a_slow_reference_summed_over_tokens(settings):
+def test_topk_distillation_loss_is_the_sum_of_reference_divergences_over_tokens(settings):
     batch, rows, before = taught_batch()
     result, _ = train(settings, WHOLE)
     trainer, total, place = C.Trainer(model_of(3)), 0.0, 0
@@ -117,7 +117,7 @@ def test_topk_distillation_gradient_matches_finite_differences(settings):
 @pytest.mark.parametrize(
     "batching", [MicroBatching(max_samples=1), MicroBatching(max_samples=2, share_prefix=False), MicroBatching(max_tokens=20)], ids=str
 )  # fmt: skip
-def test_topk_distillation_gradient_does_not_depend_on_micro_batches(batching):
+def test_topk_distillation_gradient_does_not_depend_on_the_micro_batch_size(batching):
     settings = dict(kl_type="mixed", zero_outside_topk=True)
     whole, expected = train(settings, WHOLE)
     parts, grads = train(settings, batching)
@@ -126,7 +126,7 @@ def test_topk_distillation_gradient_does_not_depend_on_micro_batches(batching):
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_topk_distillation_gradient_is_the_sum_of_two_ranks_gradients(settings):
+def test_topk_distillation_gradient_equals_the_sum_of_the_gradients_of_two_ranks(settings):
     whole, expected = train(settings, WHOLE)
     (first, ours), (second, theirs) = (train(settings, WHOLE, ranks=Ranks(rank, 2), blocks=2) for rank in (0, 1))
     assert min(ours.norm(), theirs.norm()) > 0.1 * expected.norm()
@@ -136,7 +136,7 @@ def test_topk_distillation_gradient_is_the_sum_of_two_ranks_gradients(settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side,kind", [("teacher", "forward"), ("teacher", "mixed"), ("student", "reverse")])
-def test_topk_distillation_run_reduces_the_divergence(tmp_path, side, kind):
+def test_topk_distillation_training_reduces_the_divergence_from_the_teacher(tmp_path, side, kind):
     tiny.one_thread()
     config = load_grpo_config("grpo_tiny.yaml").policy
     Policy(None, config, tiny_tokenizer(), seed=77, init_reference_model=False).save_checkpoint(tmp_path / "teacher")
@@ -152,7 +152,7 @@ def test_topk_distillation_run_reduces_the_divergence(tmp_path, side, kind):
     ("policy.generation.top_p=0.9", "compares whole distributions"),
     ("loss_fn.entropy_coef=0.1", "is for the sampled token"),
 ])  # fmt: skip
-def test_keys_incompatible_with_topk_distillation_are_rejected(override, reason):
+def test_settings_incompatible_with_topk_distillation_are_errors(override, reason):
     with pytest.raises(ConfigError, match=reason):
         load_distillation_config("distillation_arithmetic_smollm2.yaml", ["distillation.topk_logits_k=64", override])
     assert DistillationLossConfig().zero_outside_topk is False

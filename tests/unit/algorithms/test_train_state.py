@@ -29,7 +29,7 @@ def test_train_state_finishes_at_the_epoch_limit_and_keeps_the_first_stop_reason
     assert other.finished and other.stop_reason == "early_stop"
 
 
-def test_train_state_updates_the_best_validation_metric_only_by_a_better_value():
+def test_train_state_replaces_the_best_validation_metric_only_with_a_better_value():
     state = TrainState(total_steps=10)
     assert not state.note_metric(float("nan"))
     assert state.note_metric(0.5) and not state.note_metric(0.5) and state.note_metric(0.7)
@@ -37,7 +37,7 @@ def test_train_state_updates_the_best_validation_metric_only_by_a_better_value()
     assert TrainState(best_metric=0.5).note_metric(0.4, higher_is_better=False)
 
 
-def test_train_state_written_to_training_info_is_read_back_equal():
+def test_train_state_is_restored_from_a_checkpoint_without_stop_reason_and_step_limit():
     state = TrainState(consumed_samples=64, total_steps=3, draw_counter=80, log_dir="logs/exp_001", max_num_steps=5)
     state.stop("interrupted")
     info = state.to_training_info({"val:accuracy": 0.5})
@@ -51,12 +51,12 @@ def test_train_state_written_to_training_info_is_read_back_equal():
     assert TrainState.from_training_info(written).val_reward == float("inf")
 
 
-def test_unknown_keys_of_training_info_are_ignored_and_missing_ones_keep_defaults():
+def test_saved_train_state_may_have_unknown_keys_and_missing_keys_get_defaults():
     state = TrainState.from_training_info({"total_steps": 7, "from_a_newer_version": 1, "val:accuracy": 0.1})
     assert state == TrainState(total_steps=7)
     assert TrainState.from_training_info(None) == TrainState()
 
 
 @pytest.mark.parametrize("info", [{"val_reward": "nan"}, {"val_reward": 0.25}])
-def test_val_reward_of_training_info_is_read_back_as_a_float(info):
+def test_validation_reward_of_a_saved_train_state_is_read_back_as_a_float(info):
     assert isinstance(TrainState.from_training_info(info).val_reward, float)

@@ -53,7 +53,7 @@ def validator(engine=None, **options):
 
 
 @pytest.mark.parametrize("limit, expected", [(5, 5), (1, 1), (8, 8), (100, 8), (None, 8), (2, 2)])
-def test_validation_uses_the_first_max_val_samples_prompts(limit, expected):
+def test_validation_uses_only_the_first_max_val_samples_prompts(limit, expected):
     metrics = validator(max_val_samples=limit).run(step=0).metrics
     assert metrics["num_samples"] == expected
     # even prompts are right: 0, 2, 4, ...
@@ -69,7 +69,7 @@ def test_validation_pass_at_k_is_the_share_of_prompts_with_any_correct_response(
     assert metrics["num_samples"] == 4
 
 
-def test_validation_responses_are_sampled_with_seeds_from_the_prompt_number_and_the_stream_val():
+def test_validation_sampling_is_seeded_by_the_prompt_index_and_is_the_same_at_every_step():
     engine = FakeGeneration(respond=lambda prompt, key: prompt)
     checked = validator(engine, max_val_samples=5)
     checked.run(step=1)
@@ -151,7 +151,7 @@ def asked(engine):
 
 @pytest.mark.parametrize("use", [lambda engine: validator(engine).run(step=0), asked], ids=["validation", "writer"])
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_run_that_fails_closes_the_generation_engine_and_raises_the_first_error(use, error):
+def test_failing_run_closes_the_generation_engine_and_raises_the_first_error(use, error):
     engine = Watched(error("the first"), RuntimeError("the second"))
     engine.config, engine.seed, engine.max_model_len = GenerationConfig(), 1, 64
     with pytest.raises(error, match="the first") as caught:
@@ -159,12 +159,12 @@ def test_run_that_fails_closes_the_generation_engine_and_raises_the_first_error(
     assert (engine.open, engine.finished) == (0, 1) and "RuntimeError: the second" in caught.value.__notes__[0]
 
 
-def test_error_while_closing_the_generation_engine_is_raised_if_nothing_else_failed():
+def test_error_while_closing_the_generation_engine_is_raised_if_the_run_succeeded():
     with pytest.raises(RuntimeError, match="alone"):
         validator(Watched(second=RuntimeError("alone"))).run(step=0)
 
 
-def test_ctrl_c_does_not_wait_for_a_generation_engine_that_hangs_while_closing(monkeypatch):
+def test_ctrl_c_ends_a_run_whose_generation_engine_hangs_while_closing(monkeypatch):
     monkeypatch.setattr(interfaces, "_AT_ONCE_SECONDS", 0.01)
     engine, free = Watched(KeyboardInterrupt()), threading.Event()
     engine.finish_generation = free.wait

@@ -1,4 +1,4 @@
-"""Loads the native core once, after checking that the installed torch has the version for which it was built."""
+"""Load the native core once, after checking that the installed torch has the version for which it was built."""
 
 import importlib
 import importlib.util

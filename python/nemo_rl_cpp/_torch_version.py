@@ -1,5 +1,4 @@
-"""Checks torch's version, because the native core crashes with any version but the one for which it was built.
-This module does not import torch."""
+"""Check torch's version without importing it, because the native core crashes with any but its own."""
 
 import importlib.util
 from importlib import resources
@@ -7,8 +6,7 @@ from pathlib import Path
 
 
 def check_torch_version(installed: str) -> None:
-    """Raise ImportError unless `installed` is the torch version for which this package was built. Local suffixes such
-    as +cpu are ignored."""
+    """Raise ImportError unless `installed`, without suffixes such as +cpu, is the torch version built for."""
     built_for = _built_for_torch()
     if built_for is not None and built_for.split("+")[0] != installed.split("+")[0]:
         what_to_do = f"install torch=={built_for.split('+')[0]} or build nemo_rl_cpp again"
@@ -18,8 +16,7 @@ def check_torch_version(installed: str) -> None:
 
 
 def _built_for_torch() -> str | None:
-    """Return the torch version for which this package was built, or None if the file that the build wrote is missing.
-    The C++ extension is not loaded."""
+    """Return the torch version for which this package was built, without loading the C++ extension; None: unknown."""
     stamp = resources.files("nemo_rl_cpp").joinpath("_torch_version.txt")
     try:
         return stamp.read_text().strip()

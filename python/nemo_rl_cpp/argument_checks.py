@@ -1,5 +1,4 @@
-"""Checks of arguments. A check returns the value in its proper form, or raises ValueError with a message of one
-sentence. The module does not import torch."""
+"""Checks of arguments. A check returns the value in its proper form, or raises ValueError with one sentence."""
 
 import difflib
 import os
@@ -36,8 +35,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: f
 
 
 def having_words(name: str, known: Iterable[str]) -> list[str]:
-    """Return up to three known names that have all words of `name`, or words that mean the same; those with the fewest
-    other words first."""
+    """Return up to three known names that have all words of `name` or their synonyms, shortest first."""
     words = {
         other: {part for word in _WORDS.findall(other) for part in _SAME.get(word, word).split()}
         for other in (*known, name)
@@ -48,10 +46,10 @@ def having_words(name: str, known: Iterable[str]) -> list[str]:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
-    """Return the known name that is most similar to `name`, or None if all have a difflib ratio below `cutoff`.
+    """Return the known name most similar to `name`, or None if all have a difflib ratio below `cutoff`.
 
-    For names that share whole words, such as `use_`, the other words must be similar, too: `use_triton` is no
-    suggestion for `use_rslora`."""
+    For names that share whole words, such as `use_`, the other words must be similar, too: `use_triton` does not
+    suggest `use_rslora`."""
     for near in difflib.get_close_matches(name, list(known), 3, cutoff):
         words, others = _WORDS.findall(name), _WORDS.findall(near)
         own, its = ("".join(w for w in some if w not in rest) for some, rest in ((words, others), (others, words)))
@@ -128,8 +126,7 @@ def model_name(model: object) -> str:
 
 
 def folder_path(value: object, name: str) -> Path:
-    """Return `value` as a Path, which need not exist. Raise ValueError if it is not a path; `name` is the argument's
-    name in the message."""
+    """Return `value` as a Path, which need not exist. Raise ValueError, which names the argument `name`, if invalid."""
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if isinstance(path, str) and path and "\0" not in path:
         return Path(path)
@@ -137,8 +134,7 @@ def folder_path(value: object, name: str) -> Path:
 
 
 def is_iterable(value: object) -> bool:
-    """Return whether `value` can be iterated. Zero-dimensional arrays and tensors cannot, although their class is
-    iterable."""
+    """Return whether `value` can be iterated, unlike zero-dimensional arrays, whose class is iterable."""
     return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
 
 
@@ -150,8 +146,7 @@ def names_of(keys: Iterable[object]) -> list[str]:
 
 
 def described(value: object) -> str:
-    """Return a text that describes a value in error messages: a number or string itself, otherwise its type, as in "a
-    function"."""
+    """Return a value as text for error messages: a number or string itself, otherwise its type ("a function")."""
     kind = type(value).__name__
     if value is None or isinstance(value, (bool, int, float, str)):
         return in_a_line(value)

@@ -35,8 +35,7 @@ nemo-rl-cpp COMMAND --help says more about one of them."""
 
 
 def _leave(number: int, frame: object) -> None:
-    """Handle SIGINT during imports: end the program immediately, because an exception raised there might be lost or
-    printed with a traceback."""
+    """Handle SIGINT during imports: end the program at once, since an exception there might be lost or printed."""
     os.write(2, b"\ninterrupted: stopped at once\n")
     os._exit(130)
 

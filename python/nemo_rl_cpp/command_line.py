@@ -18,8 +18,7 @@ from nemo_rl_cpp.interrupts import Ended, nobody_reads, say, startup
 
 
 class Exit(SystemExit):
-    """Raised when a command line exits on purpose, for --help or an invalid option. `program` treats any other
-    SystemExit as an error."""
+    """Raised when a command line exits on purpose (--help, an invalid option). Any other SystemExit is an error."""
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -1,4 +1,4 @@
-"""Imports objects by dotted name (`my_module.my_name`). A wrong name gives a one-sentence error. Needs no torch."""
+"""Import objects by dotted name (`my_module.my_name`). A wrong name gives a one-sentence error. Needs no torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ class LoadingError(ValueError):
 
 
 def search_for_modules(*folders: str | Path) -> None:
-    """Search these folders (the working directory, the configuration's folder) for user modules from now on, after the
-    installed packages."""
+    """Search `folders` (working directory, the configuration's) for user modules, after installed packages."""
     searched[:] = dict.fromkeys(map(str, folders))
     for folder in searched:
         if folder not in sys.path and not ("" in sys.path and folder == str(Path.cwd())):
@@ -115,8 +114,7 @@ def _no_attribute(name: str, what: str, owner: object, attribute: str) -> str:
 
 
 def takes(function: Callable[..., object], *arguments: object) -> bool:
-    """Return whether `function` can be called with `arguments`, judged by its signature; True if the signature is
-    unknown."""
+    """Return whether `function` can be called with `arguments` by its signature; True if that is unknown."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

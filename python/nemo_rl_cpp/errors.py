@@ -1,4 +1,4 @@
-"""Reports exceptions in one sentence, and writes their tracebacks to a file.
+"""Report exceptions in one sentence, and write their tracebacks to a file.
 
 A command line prints the sentence and the name of the file with the traceback; `--debug` also prints the traceback. In
 Python, exceptions are raised as usual. An exception in user code keeps its type, and its message says in which
@@ -68,15 +68,13 @@ _SAID: set[str] = set()  # remarks that the user has seen, without their memory 
 
 
 def note_as_said(remark: str) -> str:
-    """Record that the caller has shown the message `remark` to the user, so that `say_once` does not print it again.
-    Return `remark`."""
+    """Record that the user has seen the message `remark`, so that `say_once` does not print it; return it."""
     _SAID.add(remark.partition("; memory forecast")[0])
     return remark
 
 
 def say_once(kind: str, remark: str) -> None:
-    """Print the message `remark` to stderr as a "warning" or "note" (`kind`), unless this process has already shown it
-    to the user."""
+    """Print the "warning" or "note" (`kind`) `remark` to stderr, unless this process has already shown it."""
     if remark.partition("; memory forecast")[0] not in _SAID:
         print(f"{kind}: {note_as_said(remark)}", file=sys.stderr, flush=True)
 
@@ -109,8 +107,7 @@ def tracebacks_go_to(folder: str | os.PathLike[str] | None) -> None:
 
 
 def keep_out_of_files(texts: Mapping[str, str]) -> None:
-    """Make `save_traceback` replace each secret, a key of `texts`, by its value in `texts`. Secrets below 6 characters
-    are ignored, since they occur in ordinary words."""
+    """Make `save_traceback` replace each key of `texts` (a secret of at least 6 characters) by its value."""
     _secrets.update({secret: shown for secret, shown in texts.items() if len(secret) >= 6})
 
 
@@ -122,8 +119,7 @@ def _is_ours(file: str) -> bool:
 
 
 def _real(file: str) -> str:
-    """Return the real path of a source file, and a name such as `<string>` unchanged. This also works if the working
-    directory no longer exists."""
+    """Return a source file's real path, even without a working directory, and a name like `<string>` unchanged."""
     return os.path.realpath(file) if os.path.isabs(file) else file
 
 
@@ -164,8 +160,7 @@ def _called_place(error: BaseException) -> Place | None:
 
 
 def _as_type_of(error: BaseException) -> type[UserCodeError]:
-    """Return a class that inherits from UserCodeError and the exception's type, or UserCodeError if that is
-    impossible."""
+    """Return a class of both UserCodeError and the exception's type, or UserCodeError if that is impossible."""
     kind = type(error) if isinstance(error, Exception) else RuntimeError  # SystemExit must not end the process
     if issubclass(kind, (StopIteration, StopAsyncIteration)):
         return UserCodeError  # StopIteration would end a loop; contextlib mishandles a RuntimeError raised from one
@@ -207,8 +202,7 @@ class user_code(AbstractContextManager):  # noqa: N801  (reads as a function; on
     """A context manager for a call of user code, which turns an exception into one sentence (`in_user_code`)."""
 
     def __init__(self, what: str = "your code", hint: Callable[[BaseException], str] | None = None) -> None:
-        """Store `what`, a name for the user's code in messages, and `hint(error)`, which returns text for the end of a
-        message."""
+        """Store `what`, a name for the user's code, and `hint`: error -> text for the end of the message."""
         self._what, self._hint = what, hint
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -223,8 +217,7 @@ class user_code(AbstractContextManager):  # noqa: N801  (reads as a function; on
 
 
 def last_lines(log: Path) -> list[str]:
-    """Return the last twelve lines of `log`, the output of a child process, for an error message; [] if there are
-    none."""
+    """Return the last twelve lines of `log`, the output of a child process, for an error message; [] if none."""
     try:
         with open(log, "rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - 4000, 0))
@@ -248,8 +241,7 @@ def _type_and_text(error: BaseException) -> str:
 
 
 def _says_it_all(error: BaseException) -> bool:
-    """Return whether this package wrote the exception's message, so that the message is clear without the exception's
-    type."""
+    """Return whether this package wrote the exception's message, which is then clear without the type's name."""
     if isinstance(error, UserCodeError) or type(error).__module__.partition(".")[0] == "nemo_rl_cpp":
         return True
     if not isinstance(error, _SENTENCES) or isinstance(error, UnicodeError):
@@ -259,8 +251,7 @@ def _says_it_all(error: BaseException) -> bool:
 
 
 def one_sentence(error: BaseException) -> str:
-    """Return an exception's message for users, in one line. If a worker raised the exception, the message contains its
-    rank."""
+    """Return an exception's message for users, in one line, with the rank of a worker that raised it."""
     note = next((note for note in getattr(error, "__notes__", ()) if note.startswith(RAISED_ON)), None)
     return _sentence(error) + (f" ({note.splitlines()[0].removeprefix('raised on ').rstrip(':')})" if note else "")
 
@@ -320,8 +311,7 @@ def save_traceback(error: BaseException) -> Path | None:
 
 
 def report(error: BaseException, debug: bool = False, saves: bool = True) -> None:
-    """Print to stderr the exception's sentence and, if `saves`, the name of the file with its traceback; with `debug`,
-    print the traceback first."""
+    """Print the exception's sentence and, if `saves`, its traceback's file to stderr; with `debug`, the traceback."""
     if debug:
         traceback.print_exception(error)
     sentence, path = one_sentence(error), save_traceback(error) if saves else None

@@ -1,5 +1,5 @@
-"""Generates text from a model or a run's checkpoint on the CPU. This module does not load torch's Python package, so
-the first token comes within a second or two.
+"""Generate text from a model or a run's checkpoint on the CPU. This module does not load torch's Python package, so the
+first token comes within a second or two.
 
 nemo-rl-cpp generate --model results/grpo/step_10 "12 + 30 ="
 python -m nemo_rl_cpp.generate --model smollm2-135m-instruct --chat "Why is the sky blue?"
@@ -33,8 +33,7 @@ def sampling(
     max_new_tokens: int, temperature: float, top_p: float, seed: int, top_k: int | None = None, greedy: bool = False,
     stop_strings: str | Sequence[str] | None = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the settings of `TextGenerator.generate` as the native engine takes them. Raise ValueError for an invalid
-    one."""
+    """Return the native engine's settings for those of `TextGenerator.generate`; raise ValueError if invalid."""
     temperature = number("temperature", temperature, SMALLEST, LARGEST, zero_is="for greedy decoding")
     return {
         "max_new_tokens": whole_number("max_new_tokens", max_new_tokens, 1),
@@ -49,8 +48,7 @@ def sampling(
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """One generated text. `finish_reason` is "stop" if it ended at a stop token or stop string, and "length" if it
-    ended at a length limit."""
+    """A generated text. `finish_reason`: "stop" (a stop token or stop string) or "length" (a length limit)."""
 
     text: str
     token_ids: list[int]

@@ -1,6 +1,5 @@
 """Signal handling. Before the first step a signal ends the program. During a run, Ctrl-C, SIGTERM, SIGHUP (a closed
-terminal) and SIGUSR1 (a scheduler's warning) end it after the step, with a checkpoint; a second signal ends it at
-once."""
+terminal) and SIGUSR1 (a scheduler's warning) end it after the step, with a checkpoint; a second signal at once."""
 
 import os
 import select
@@ -34,8 +33,8 @@ def say(text: str) -> None:
 
 
 def end_soon(status: int, done: threading.Event | None = None, text: str | None = None) -> None:
-    """After GRACE_SECONDS, print `text` and end the process with the exit status `status`, unless `done` is set before.
-    This works even if another thread does not end, or if the main thread hangs in a call."""
+    """Print `text` and end the process with `status` after GRACE_SECONDS, unless `done` is set by then. This works even
+    if another thread does not end, or if the main thread hangs in a call."""
     done = done or threading.Event()
 
     def watch() -> None:

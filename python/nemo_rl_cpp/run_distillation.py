@@ -1,4 +1,4 @@
-"""Runs distillation: `python -m nemo_rl_cpp.run_distillation --config FILE [--dry-run] [overrides]`."""
+"""Run distillation: `python -m nemo_rl_cpp.run_distillation --config FILE [--dry-run] [overrides]`."""
 
 import sys
 from functools import partial

@@ -1,4 +1,4 @@
-"""Runs evaluation: `python -m nemo_rl_cpp.run_eval --config FILE [--dry-run] [overrides]`."""
+"""Run an evaluation: `python -m nemo_rl_cpp.run_eval --config FILE [--dry-run] [overrides]`."""
 
 import sys
 from functools import partial

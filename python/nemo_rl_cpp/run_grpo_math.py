@@ -1,4 +1,4 @@
-"""Runs GRPO, DAPO or ProRLv2: `python -m nemo_rl_cpp.run_grpo_math --config FILE [--dry-run] [overrides]`."""
+"""Run GRPO, DAPO or ProRLv2: `python -m nemo_rl_cpp.run_grpo_math --config FILE [--dry-run] [overrides]`."""
 
 import sys
 from functools import partial

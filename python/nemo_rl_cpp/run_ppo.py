@@ -1,4 +1,4 @@
-"""Runs PPO: `python -m nemo_rl_cpp.run_ppo --config FILE [--dry-run] [overrides]`."""
+"""Run PPO: `python -m nemo_rl_cpp.run_ppo --config FILE [--dry-run] [overrides]`."""
 
 import sys
 from functools import partial

@@ -1,4 +1,4 @@
-"""Runs supervised fine-tuning: `python -m nemo_rl_cpp.run_sft --config FILE [--dry-run] [overrides]`."""
+"""Run supervised fine-tuning: `python -m nemo_rl_cpp.run_sft --config FILE [--dry-run] [overrides]`."""
 
 import sys
 from functools import partial

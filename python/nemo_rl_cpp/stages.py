@@ -1,4 +1,4 @@
-"""Prints progress lines for the stages of a command before its first step."""
+"""Print progress lines for the stages of a command before its first step."""
 
 import sys
 import time

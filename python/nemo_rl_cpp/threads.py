@@ -35,7 +35,6 @@ def cores() -> int:
 
 
 def threads_at_start(asked: int | None, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of threads of a run: `asked` (the configured number) if it is given, otherwise OMP_NUM_THREADS,
-    otherwise the number of cores."""
+    """Return the number of threads of a run: `asked` if given, otherwise OMP_NUM_THREADS or the number of cores."""
     given = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return asked or (int(given) if given.isdigit() and int(given) > 0 else cores())

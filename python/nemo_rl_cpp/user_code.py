@@ -1,4 +1,4 @@
-"""Runs user code in the thread that started the run, on one event loop that lives as long as the thread.
+"""Run user code in the thread that started the run, on one event loop that lives as long as the thread.
 
 A reward function, an environment, an agent, a loss, an estimator, a callback or a data processor runs as in a script:
 signals work (`signal.alarm`, math-verify's time limits), and a client, lock or semaphore created once works at every
@@ -30,8 +30,7 @@ _CANCEL_SECONDS = 1.0  # time for coroutines of an interrupted run to end
 
 
 def call_user(function: Callable[..., object], *args: object, **kwargs: object) -> Any:
-    """Call the user's `function` in the thread that started the run. Await the result if it is awaitable, and return
-    it.
+    """Call the user's `function` in the thread that started the run, and return its result, awaited if necessary.
 
     Raise what the function raises. Outside a run (see `serve`) the current thread makes the call."""
     call = partial(function, *args, **kwargs)
@@ -243,8 +242,7 @@ async def _finish(result: Awaitable[object], future: Future, state: _ProcessStat
 
 @contextmanager
 def _outside_event_loop() -> Iterator[None]:
-    """Let the current thread run a second event loop during the `with` block, while its first one, such as a notebook
-    kernel's, is suspended."""
+    """Let the current thread run another event loop in the `with` block; the first, such as a notebook's, waits."""
     running = asyncio._get_running_loop()
     if running is None:
         yield

@@ -1,5 +1,4 @@
-"""The notebook functions `train_grpo`, `train_ppo`, `evaluate` and `load`. Importing this package does not import
-torch."""
+"""The notebook functions `train_grpo`, `train_ppo`, `evaluate` and `load`, without importing torch."""
 
 
 class Rows:

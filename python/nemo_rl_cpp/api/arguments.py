@@ -1,4 +1,4 @@
-"""Converts arguments of `train_grpo`, `train_ppo` and `evaluate`: settings to configuration keys, functions to
+"""Convert arguments of `train_grpo`, `train_ppo` and `evaluate`: settings to configuration keys, functions to
 components and environments, and prompts in any supported form to tokenized data sets."""
 
 import inspect
@@ -96,8 +96,7 @@ class Given:
     component: object = None
 
     def check(self, config: TrainMasterConfig) -> None:
-        """Raise ValueError, before a model is loaded, if the passed loss or estimator (`component`) cannot be used in a
-        run of `config`."""
+        """Raise ValueError, before a model is loaded, if the passed loss or estimator does not fit `config`."""
         if self.component is None:
             return
         if self.what == "loss_fn":
@@ -233,8 +232,7 @@ def _items(given: object, name: str) -> tuple[list[object], str]:
 
 
 def _is_path(text: str, name: str) -> bool:
-    """Return whether a string is an existing path. Raise ValueError if it looks like a data file that does not
-    exist."""
+    """Return whether a string is an existing path. Raise ValueError for a missing file with a data file's name."""
     try:
         path = Path(text).expanduser()
         exists = bool(text.strip()) and path.exists()
@@ -305,8 +303,7 @@ def dataset_of(
     rows: list[Row], tokenizer: TokenizerType, limit: int, name: str = "prompt", limit_name: str = "max_length"
 ) -> AllTaskProcessedDataset:
     """Return the rows as a data set. Raise ValueError for the first prompt that the chat template rejects, or that
-    leaves no room for a response within `limit` tokens. The message calls a prompt `name`, and the limit
-    `limit_name`."""
+    leaves no room for a response within `limit` tokens; the message calls them `name` and `limit_name`."""
     for i, row in enumerate(rows):
         prompt = prompt_of(row["prompt"], f"{name} {i}")
         if isinstance(prompt, str) and len(prompt.encode()) < limit // 2:  # a token is at least one byte, except BOS

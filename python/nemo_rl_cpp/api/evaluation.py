@@ -1,4 +1,4 @@
-"""Evaluates a model on prompts with reward functions: `nemo_rl_cpp.evaluate`."""
+"""Evaluate a model on prompts with reward functions: `nemo_rl_cpp.evaluate`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

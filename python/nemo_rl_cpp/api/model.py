@@ -1,4 +1,4 @@
-"""Loads a model or a run's checkpoint to generate text: `nemo_rl_cpp.load`."""
+"""Load a model or a run's checkpoint to generate text: `nemo_rl_cpp.load`."""
 
 from __future__ import annotations
 
@@ -124,8 +124,7 @@ class TextWriter:
 
 
 def _is_greedy(greedy: bool | None, n: int, options: Mapping[str, object]) -> bool:
-    """Return whether to decode greedily. Raise ValueError for options that are unknown or contradict `greedy` or
-    `n`."""
+    """Return whether to decode greedily. Raise ValueError for unknown options, or those against `greedy` or `n`."""
     unknown = next((name for name in options if name not in _OPTIONS), None)
     if unknown is not None:
         known = ["n", "greedy", "seed", *_OPTIONS]

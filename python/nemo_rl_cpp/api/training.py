@@ -1,4 +1,4 @@
-"""Trains with GRPO or PPO from a notebook: a model, prompts and a reward function are enough.
+"""Train with GRPO or PPO from a notebook: a model, prompts and a reward function are enough.
 
 import nemo_rl_cpp
 result = nemo_rl_cpp.train_grpo("smollm2-135m-instruct", prompts=["3 + 4 = ", "1 + 9 = "], reward_funcs=my_function)
@@ -47,8 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(repr=False)
 class TrainResult(TextWriter):
-    """The result of `train_grpo` and `train_ppo`. It prints as one line, and displays as the run's report in a
-    notebook.
+    """The result of `train_grpo` and `train_ppo`. It prints as one line; a notebook shows the report.
 
     Attributes:
         history: one dictionary per step: `step`, `reward`, `loss`, `seconds`, all other metrics, and

@@ -66,8 +66,7 @@ class CheckpointManager:
         facts: entries to add to the manifest of every checkpoint, in addition to step and time."""
 
     def __init__(self, config: CheckpointingConfig | Mapping[str, object]) -> None:
-        """Read the section `checkpointing`, or a mapping with some of its keys. Raise ValueError without
-        `checkpoint_dir`."""
+        """Read the section `checkpointing`, or some of its keys. Raise ValueError without `checkpoint_dir`."""
         if isinstance(config, Mapping):
             config = {"checkpoint_dir": "", "metric_name": None, "save_period": 1, "keep_top_k": None} | config
         config = as_model(config, CheckpointingConfig, "checkpointing")
@@ -149,8 +148,7 @@ class CheckpointManager:
                 self._lock = None
 
     def _tidy_up(self, step: int, saved: Path) -> None:
-        """Write the status file and remove old checkpoints. Only warn of an OSError, because the new checkpoint is
-        safe."""
+        """Write the status file and remove old checkpoints. Only warn of an OSError: the new checkpoint is safe."""
         status = json.dumps({"latest_step": step, "checkpoint": saved.name}, indent=1)
         for work in (lambda: durable.write_atomic(self.checkpoint_dir / _STATUS, status), self._thin_out):
             try:
@@ -190,8 +188,7 @@ class CheckpointManager:
     # ---------------------------------------------------------------- finding
 
     def get_latest_checkpoint_path(self) -> str | None:
-        """Return the folder of the newest complete checkpoint, after every SHA-256 was verified, or None if there is
-        none.
+        """Return the folder of the newest complete checkpoint, with every SHA-256 verified, or None.
 
         Call `recover` first. Skip damaged checkpoints with a warning."""
         self.recover()
@@ -203,8 +200,7 @@ class CheckpointManager:
         return None
 
     def _problem(self, folder: Path) -> str | None:
-        """Return what is wrong with a checkpoint's contents, None if nothing is. Only the first call reads all
-        files."""
+        """Return what is wrong with a checkpoint's contents, or None. Only the first call reads all files."""
         try:
             key = (folder, (folder / durable.MANIFEST).stat().st_mtime_ns)
         except OSError as error:
@@ -214,17 +210,15 @@ class CheckpointManager:
         return self._verified[key]
 
     def _unusable(self) -> list[str]:
-        """Return the names of folders from which a run cannot resume: damaged ones, `corrupt_` ones, and other
-        programs'."""
+        """Return the names of folders from which no run can resume: damaged, `corrupt_`, or another program's."""
         published = [path for prefix, _, path in _folders(self.checkpoint_dir) if prefix == ""]
         found = [path.name for path in published if _quick_problem(path) or self._problem(path)]
         aside = (path.name for path in self.checkpoint_dir.glob("corrupt_step_*") if _ASIDE.fullmatch(path.name))
         return found + sorted(aside)
 
     def check_resume_mode(self, latest: str | Path | None) -> None:
-        """Raise ResumeError if `checkpointing.resume` does not allow the run to resume from `latest`, the newest
-        complete checkpoint, or to start from scratch if that is None. Also raise it if there are checkpoints and none
-        of them is complete."""
+        """Raise ResumeError if `checkpointing.resume` forbids the run to resume from `latest`, the newest complete
+        checkpoint, or to start from scratch if that is None; or if there are checkpoints and none is complete."""
         if latest is not None and self.config.resume == "never":
             there = f"{self.checkpoint_dir} holds checkpoints (the newest is {Path(latest).name})"
             what_to_do = f"give the run another {_KEY}, or set checkpointing.resume=auto"

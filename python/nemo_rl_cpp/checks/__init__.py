@@ -1,5 +1,4 @@
-"""Checks that find, before a model is loaded, what would make the run fail later: in model files, data, folders and
-environments.
+"""Checks that find, before a model is loaded, what would make a run fail later: in model files, data and folders.
 
 `nemo-rl-cpp check`, `--dry-run`, the run scripts and `train_grpo` all call `preflight(config)`. Each module of this
 package checks one subject, with functions of the configuration. No check loads weights or torch."""

@@ -1,4 +1,4 @@
-"""Checks data sets, prompts, ground truths and the chat template, and imports users' environments and functions."""
+"""Check data sets, prompts, ground truths and the chat template, and import users' environments and functions."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -68,8 +68,7 @@ def _check_position(config: TrainMasterConfig, counts: Mapping[str, int | None])
 
 
 def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None, list[Finding]]:
-    """Return (tokenizer with the run's chat template, problems with the template); None if it is not on this
-    machine."""
+    """Return (tokenizer with the run's chat template, problems with it); None if it is not on this machine."""
     section, prefix = (config.tokenizer, "tokenizer") if evaluation else (config.policy.tokenizer, "policy.tokenizer")
     value = section.chat_template if "chat_template" in section.model_fields_set else "default"
     key = f"{prefix}.chat_template"

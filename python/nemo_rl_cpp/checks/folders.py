@@ -1,4 +1,4 @@
-"""Checks the folders to which a run writes: write access, free space, other runs. Compares a run's configuration with
+"""Check the folders to which a run writes: write access, free space, other runs. Compare a run's configuration with
 that of the checkpoint from which it resumes: some differences are only reported, others are errors.
 
 The module needs neither torch nor weights. The package `checks` calls it before the run starts,
@@ -240,8 +240,7 @@ def hf_architecture_refusals(saved: Saved, section: str, config: TrainedModelCon
 
 
 def refusal_text(saved: Saved, refused: list[tuple[str, str]]) -> str:
-    """Return one sentence that says for which reasons, `refused`, the run cannot resume from the checkpoint, and what
-    to do."""
+    """Return one sentence that says why (`refused`) the run cannot resume from the checkpoint, and what to do."""
     listed = "; ".join(f"{key}: {why}" for key, why in dict.fromkeys(refused))
     return f"{short(saved.path)} cannot be resumed by this configuration, which is another run ({listed}): {WHAT_TO_DO}"
 

@@ -1,4 +1,4 @@
-"""Checks the files of models and tokenizers, and whether there is enough memory.
+"""Check the files of models and tokenizers, and whether there is enough memory.
 
 The checks read the files that the run reads (config.json, headers of the weights, the tokenizer), if they are on this
 machine. A model that must be downloaded first is checked by the run itself."""

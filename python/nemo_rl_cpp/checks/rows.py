@@ -1,4 +1,4 @@
-"""Checks the rows of a data set. This module takes a third of a second to import."""
+"""Check the rows of a data set. This module takes a third of a second to import."""
 
 from collections.abc import Generator
 from itertools import islice
@@ -28,7 +28,7 @@ _MEASURED_ROWS = 64
 def check_rows(
     config: WholeConfig, where: str, section: dict[str, object], tokenizer: Tokenizer | None, evaluation: bool
 ) -> Generator[Finding, None, int | None]:
-    """Yield the problems of a data set. Return its number of rows, None if they cannot be read now."""
+    """Yield the problems of a data set, and return its number of rows; None if they cannot be read now."""
     try:
         if not _is_quick(section):
             _check_unread(section)

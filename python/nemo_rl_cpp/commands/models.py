@@ -25,8 +25,7 @@ The forecast for your own run: nemo-rl-cpp train --config my.yaml --dry-run"""
 
 
 class Task(NamedTuple):
-    """A kind of run, which is a column of the memory table: its heading, whether it trains a critic, its KL weight, and
-    its precision."""
+    """A kind of run, a column of the memory table: heading, whether it trains a critic, KL weight, precision."""
 
     heading: str
     critic: bool = False

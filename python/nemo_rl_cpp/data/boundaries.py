@@ -45,8 +45,7 @@ def prompt_ids(
 
 def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType | None) -> list[int]:
     """Return the ids of the tokens at which responses end: those of generation_config.json in `folder`, otherwise of
-    `config` (config.json), otherwise the tokenizer's end token. Warn if the tokenizer's end token is not one of the
-    model's."""
+    `config` (config.json), otherwise the tokenizer's. Warn if the tokenizer's end token is none of the model's."""
     ends, own = named_ends(folder, config), getattr(tokenizer, "eos_token_id", None)
     if not ends:
         return end_token_ids_of_tokenizer(tokenizer)
@@ -61,15 +60,14 @@ def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: 
 
 
 def end_token_ids_of_tokenizer(tokenizer: TokenizerType | None) -> list[int]:
-    """Return the ids of a tokenizer's end tokens. These are the ones listed in the files of the model in the
-    tokenizer's folder, if any, otherwise the tokenizer's own end token. Return [] if `tokenizer` is None."""
+    """Return the ids of a tokenizer's end tokens: those that the model files in its folder list, if any, otherwise its
+    own one. Return [] if `tokenizer` is None."""
     own = getattr(tokenizer, "eos_token_id", None)
     return list(getattr(tokenizer, "eos_token_ids", None) or ([] if own is None else [own]))
 
 
 def named_ends(folder: Path | None, config: Mapping[str, object]) -> list[int]:
-    """Return the ids of the end tokens in generation_config.json of `folder`, otherwise of those in `config`
-    (config.json), or [] if neither has any."""
+    """Return the end token ids of generation_config.json in `folder`, otherwise of `config` (config.json), or []."""
     generation = {} if folder is None else read_json(folder / GENERATION_CONFIG)
     for source, name in ((generation, GENERATION_CONFIG), (config, "config.json")):
         if ends := _ids(source.get("eos_token_id"), f"{name} of {folder}"):

@@ -36,8 +36,7 @@ class ChatTemplateError(ValueError):
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """The block `{% generation %}...{% endgeneration %}`, which marks assistant text in templates; rendered as its
-    body."""
+    """The block `{% generation %}...{% endgeneration %}`, which marks assistant text; only its body is rendered."""
 
     tags = {"generation"}
 
@@ -64,7 +63,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 def _guarded(what: str, action: Callable[[], T]) -> T:
-    """Return the result of `action`; raise any error as a ChatTemplateError that begins with `what`."""
+    """Return the result of `action`; turn any error into a ChatTemplateError that begins with `what`."""
     try:
         return action()
     except ChatTemplateError:
@@ -84,10 +83,9 @@ def render_chat_template(
     template: str, messages: Messages, *, add_generation_prompt: bool = False, tools: Tools = None,
     variables: Mapping[str, object] | None = None,
 ) -> str:  # fmt: skip
-    """Return the text of one conversation, rendered as by transformers. Keys of a message whose value is None are
-    omitted. With `add_generation_prompt` the text ends with the start of an assistant message. `variables` are further
-    variables for the template. Raise ChatTemplateError (a ValueError) if the template has an error or rejects the
-    messages."""
+    """Return one conversation as text, rendered as by transformers. Keys of a message whose value is None are omitted.
+    With `add_generation_prompt` the text ends with the start of an assistant message. `variables` are further variables
+    for the template. Raise ChatTemplateError (a ValueError) if it has an error or rejects the messages."""
     for tool in tools or ():
         if not isinstance(tool, Mapping):
             raise ChatTemplateError(
@@ -106,8 +104,7 @@ def render_chat_template(
 
 
 def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
-    """Return copies of the messages with plain values, without None, and with reasoning under the keys that templates
-    read."""
+    """Return copies of the messages with plain values, without None, with reasoning under the keys templates read."""
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
         raise ChatTemplateError(
             f"a conversation is a list of messages {{'role', 'content'}}, got {type(messages).__name__}"
@@ -215,8 +212,7 @@ _KEPT: set[tuple[object, ...]] = set()  # combinations (template, roles, ...) kn
 def render_prompt(
     tokenizer: TokenizerType, messages: Messages, add_generation_prompt: bool = True, tools: Tools = None
 ) -> str:
-    """Return a conversation as text, rendered by the tokenizer's chat template with `tools`. Raise ChatTemplateError if
-    the text lacks a message."""
+    """Return a conversation as text, rendered by the chat template. Raise ChatTemplateError if it lacks a message."""
     text = _apply(tokenizer, messages, add_generation_prompt, tools)
     missing = [i for i, message in enumerate(messages) if _content(message) not in text]
     shape = (

@@ -49,8 +49,7 @@ def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 
 def differences_from_run(folder: Path, section: TokenizerConfig) -> list[str]:
-    """Return one sentence for each key in which an evaluation's section `tokenizer` differs from that of the run that
-    wrote the checkpoint `folder`."""
+    """Return a sentence for each key in which an evaluation's `tokenizer` differs from that of the checkpoint's run."""
     run = run_section(folder) or {}
     remarks = []
     for key, default in (("chat_template", "default"), ("chat_template_kwargs", None)):
@@ -69,8 +68,7 @@ def _run_config(folder: Path) -> Path:
 
 
 def run_section(folder: Path) -> dict[str, Any] | None:
-    """Return the section `policy.tokenizer` of the run that wrote the checkpoint `folder`, or None if `folder` is no
-    checkpoint."""
+    """Return `policy.tokenizer` of the run that wrote the checkpoint `folder`, or None if `folder` is no checkpoint."""
     path = Path(os.path.abspath(folder))
     if (path.parent.name, path.name) != ("policy", "weights") or not _run_config(folder).is_file():
         return None

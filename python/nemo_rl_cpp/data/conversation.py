@@ -38,8 +38,7 @@ def comes_from_arrow(rows: object) -> bool:
 
 
 def came_through_pandas(row: object) -> bool:
-    """Return whether a row came from Arrow through pandas, which shows in a value that is a one-dimensional array of
-    objects."""
+    """Return whether a row came from Arrow through pandas: a value is then a one-dimensional array of objects."""
     return isinstance(row, Mapping) and any(_holds_objects(value) for value in row.values())
 
 
@@ -48,9 +47,9 @@ def _holds_objects(value: object) -> bool:
 
 
 def without_padding(row: Row) -> Row:
-    """Return a copy of the row without the null entries of mappings inside its columns. All structs of an Arrow column
-    have the same keys, so a key that only other rows set is null here. A column that is itself null stays, and NaN, an
-    empty cell, becomes null."""
+    """Return a copy of the row without the null entries of mappings inside its columns: structs of an Arrow column
+    share their keys, so a key that only other rows set is null here. A null column stays, and NaN, an empty cell,
+    becomes null."""
     empty = {name for name, value in row.items() if isinstance(value, float) and math.isnan(value)}
     return {name: None if name in empty else _unpadded(value) for name, value in row.items()}
 
@@ -62,7 +61,7 @@ def _unpadded(value: object) -> object:
 
 
 def row_at(rows: Indexed[Row], index: int) -> Row:
-    """Return row `index` of a data set without the keys with null that Arrow adds to mappings."""
+    """Return row `index` of a data set without the nulls that Arrow adds to mappings (see `without_padding`)."""
     return without_padding(rows[index]) if comes_from_arrow(rows) else rows[index]
 
 
@@ -143,9 +142,8 @@ def _message(message: object, key: str) -> ChatMessage:
 
 def split_conversation(messages: object, key: str = "messages") -> tuple[list[ChatMessage], object]:
     """Split a conversation into (prompt, ground truth). The ground truth is the content of the last message if it is
-    the assistant's, otherwise None. The prompt is the list of messages before it, and must end with the user or with a
-    tool's result. The parts of a content that consists of text parts are joined. Raise ValueError, with `key` in its
-    message, for anything else."""
+    the assistant's, otherwise None. The prompt, the messages before it, must end with the user or a tool's result. Text
+    parts of a content are joined. Raise ValueError, with `key` in its message, for anything else."""
     if not is_list(messages):
         raise ValueError(f"{key!r} must be a list of messages, not {_kind(messages)}")
     checked, truth = conversation_of(messages, key), None
@@ -164,8 +162,7 @@ def split_conversation(messages: object, key: str = "messages") -> tuple[list[Ch
 
 
 def check_characters(text: str, where: str) -> None:
-    """Raise ValueError, with a message that begins with `where`, if a text contains a lone surrogate, which no
-    tokenizer accepts and no file can contain."""
+    """Raise ValueError, beginning with `where`, if a text has a lone surrogate, which no tokenizer or file accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -210,8 +207,7 @@ def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | li
 
 
 def prompts_of(prompts: object) -> list[str | list[ChatMessage]]:
-    """Return a list of prompts (see `prompt_of`) for one string, one conversation, or several of these. Raise
-    ValueError for anything else."""
+    """Return a string, a conversation, or several as a list of prompts (`prompt_of`), or raise ValueError."""
     if isinstance(prompts, str) or is_conversation(prompts):
         several: list[object] = [prompts]
     elif isinstance(prompts, (bytes, Mapping)) or not is_iterable(prompts):
@@ -243,8 +239,7 @@ def is_parts(content: object) -> TypeGuard[Sequence[Mapping[str, object]]]:
 
 
 def joined_text(parts: Sequence[Mapping[str, object]], key: str = "content") -> str:
-    """Return the texts of the parts of a message's content, joined. Raise ValueError, with `key` in its message, if a
-    part is not text (an image, audio or video)."""
+    """Return the joined texts of a content's parts. Raise ValueError, with `key`, for a part that is not text."""
     for part in parts:
         if part["type"] != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"{key} has a part of type {in_a_line(part['type'])}: only text is supported")

@@ -34,14 +34,13 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
 
 
 class StatefulDataLoader:
-    """A loader that yields batches of `batch_size` rows, in an order that depends only on the seed and the number of
-    the epoch.
+    """A loader that yields batches of `batch_size` rows, in an order that depends only on seed and epoch.
 
     The position is two numbers, so it can be saved after every step. A resumed loader continues with exactly the rows
     that would have come next, whatever the batch size. `iter()` continues the unfinished epoch of a loaded state if it
-    has a batch left, or begins the next epoch. `drop_last` skips an incomplete last batch. With `num_workers` > 0, that many threads
-    tokenize the next batch while the current one is in use. With several threads, the result of a processor must not
-    depend on its earlier calls."""
+    has a batch left, or begins the next epoch. `drop_last` skips an incomplete last batch. With `num_workers` > 0, that
+    many threads tokenize the next batch while the current one is in use; then the result of a processor must not depend
+    on its earlier calls."""
 
     def __init__(
         self, dataset: Indexed[DatumSpec], batch_size: int, shuffle: bool = False,
@@ -69,8 +68,7 @@ class StatefulDataLoader:
         return here | {"seed": self.seed, "shuffle": self.shuffle, "num_rows": len(self.dataset)}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Restore a saved position. Raise ValueError if the number of rows, the seed or `shuffle` differs from the
-        saved one, because different rows would follow."""
+        """Restore a saved position. Raise ValueError if the number of rows, the seed or `shuffle` has changed."""
         given = {"seed": self.seed, "shuffle": self.shuffle}
         faults = [
             f"has {key} {now}, not {state[key]} as in the checkpoint" for key, now in given.items() if now != state[key]
@@ -127,8 +125,8 @@ class MultipleDataloaderWrapper(Iterator[BatchedDataDict]):
     `data.num_prompts_per_dataloader` prompts from the loaders, round-robin, until it has `expected_num_prompts`. It
     never ends, because an exhausted loader starts over. As in NeMo RL, it has no epochs.
 
-    `data.custom_dataloader` is the dotted path of a function that replaces this way of choosing prompts. It is called
-    with (data_iterators, dataloaders) and returns (batch, data_iterators). State inside the function is not saved."""
+    `data.custom_dataloader` is the dotted path of a function (data_iterators, dataloaders) -> (batch, data_iterators)
+    that chooses the prompts instead. State inside the function is not saved."""
 
     def __init__(
         self, expected_num_prompts: int, data_config: DataConfig | Mapping[str, object], dataloaders: Mapping[str, StatefulDataLoader]

@@ -15,8 +15,7 @@ from nemo_rl_cpp.data.interfaces import DatumSpec, Row, TaskDataProcessFnCallabl
 
 
 class Entry(NamedTuple):
-    """One message of a prompt: its role, the part of the rendered text that belongs to it, and the token ids of this
-    part."""
+    """One message of a prompt: its role, its part of the rendered text, and the token ids of this part."""
 
     role: str
     content: str
@@ -69,7 +68,7 @@ PROMPT_MAKERS: dict[Callable[..., DatumSpec], PromptMaker] = {}
 
 
 def _processor(make: PromptMaker) -> TaskDataProcessFnCallable:
-    """Return a processor of rows whose prompts the function `make` makes. Register it under the name of `make`."""
+    """Return, and register under `make`'s name, a processor whose prompts the function `make` makes."""
 
     @wraps(make)
     def process(
@@ -151,15 +150,13 @@ def _wrong_places(prompt: str, places: list[int], alone: list[int]) -> str:
 
 
 def system_message(spec: TaskDataSpec) -> list[ChatMessage]:
-    """Return a list with the system message, or [] without a system prompt. Newlines at the end of the system prompt
-    are dropped, because editors add them."""
+    """Return the system message in a list, [] if there is none, without the newlines at its end that editors add."""
     text = (spec.system_prompt or "").rstrip("\r\n")
     return [{"role": "system", "content": text}] if text else []
 
 
 def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerType) -> list[Entry]:
-    """Return a system and a user entry, split where the system message ends in the rendered text; only the latter
-    without a system message."""
+    """Return the system entry (if any) and the user entry of a prompt, split where the rendered system message ends."""
     messages: list[ChatMessage] = [*system_message(spec), {"role": "user", "content": question}]
     text = render_prompt(tokenizer, messages)
     ids = prompt_ids(tokenizer, text, messages)
@@ -258,10 +255,9 @@ def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerT
 
 @_processor
 def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Convert a row {"messages"} to a conversation on whose assistant messages the model is trained. For each assistant
-    message there are two entries: a user entry (not trained) with the conversation since the previous assistant
-    message, and an assistant entry (trained) that includes the template's end of the turn. The last entry ends with the
-    end token."""
+    """Convert a row {"messages"} to a conversation on whose assistant messages the model is trained. Each gives two
+    entries: a user entry (not trained) with the conversation since the previous assistant message, and an assistant
+    entry (trained) that includes the template's end of the turn. The last entry ends with the end token."""
     messages, info = _asked(row, spec, "sft_processor")
     answer = info["ground_truth"]
     if not isinstance(answer, str) or not answer:

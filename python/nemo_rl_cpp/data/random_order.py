@@ -32,8 +32,7 @@ class Draws:
         return (value * n) >> 64
 
     def distinct(self, count: int, n: int, exclude: int | None = None) -> list[int]:
-        """Return `count` different random numbers from 0 to n - 1, none of them `exclude`. Raise ValueError if there
-        are too few."""
+        """Return `count` different numbers from 0 to n - 1 except `exclude`. Raise ValueError if n is too small."""
         found: list[int] = []
         if count > n - (exclude is not None):
             raise ValueError(f"cannot draw {count} different numbers below {n}")
@@ -45,7 +44,6 @@ class Draws:
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Return whether a question belongs to the validation set, which has the fraction `fraction` of all questions. The
-    result depends only on the question, so no seed, size or order can put the question into both training and
-    validation."""
+    """Return whether a question belongs to the validation set, the share `fraction` of all. It depends only on the
+    question, so that no seed, size or order can put the question into both training and validation."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") < fraction * 2**64

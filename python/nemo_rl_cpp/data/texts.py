@@ -23,8 +23,7 @@ def is_byte_token(spelling: str | None) -> bool:
 
 @lru_cache(maxsize=1)
 def _byte_of_character() -> dict[str, int]:
-    """Return {character: byte} of GPT-2's byte alphabet: U+0100 and following are the bytes that Latin-1 does not
-    print."""
+    """Return {character: byte} of GPT-2's byte alphabet: U+0100 and following are bytes that Latin-1 does not print."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -101,8 +100,7 @@ _LONGEST_CHARACTER = 4  # bytes of UTF-8; a character has at most as many tokens
 def text_of(
     tokenizer: TokenizerType, token_ids: Sequence[int], before: Sequence[int] = (), skip_special: bool = True
 ) -> str:
-    """Return the text that `token_ids` add to a text of the tokens `before`. It equals the joined output of a
-    `TextStream`."""
+    """Return the text that `token_ids` add to the tokens `before`: the joined output of a `TextStream`."""
     decode = _decoder(tokenizer, skip_special)
     context, unfinished = _context(decode, _spelling(tokenizer), before)
     return decode([*context, *unfinished, *token_ids])[len(decode(context)) :] if token_ids else ""
@@ -155,8 +153,7 @@ class TextStream:
         return text not in self._kept and text != self._without_special([token])
 
     def _settle(self, text: str) -> None:
-        """Divide `text`, that of the tokens in `_window`, among the tokens in `_waiting`, and append the parts to
-        `_held`."""
+        """Divide `text`, that of the tokens in `_window`, among the tokens in `_waiting`; append it to `_held`."""
         known = len(self._known)
         for end in self._waiting:
             until = text if end == len(self._window) else self._decode(self._window[:end])

@@ -143,8 +143,7 @@ class Tokenizer(SpecialTokens):
         return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
     def convert_ids_to_tokens(self, ids: int | Iterable[int]) -> str | list[str | None] | None:
-        """Return the tokens with these ids as the vocabulary spells them (a leading space may be written as another
-        character)."""
+        """Return the tokens with these ids as the vocabulary spells them, where another character may be the space."""
         spelling = self.backend_tokenizer.id_to_token
         return spelling(ids) if isinstance(ids, int) else [spelling(i) for i in _as_ids(ids)]
 
@@ -162,8 +161,8 @@ class Tokenizer(SpecialTokens):
     def __call__(
         self, text: str | Sequence[str], *, add_special_tokens: bool = True, return_tensors: str | None = None
     ) -> Encoding:
-        """Return the ids of one or several texts as lists, or with `return_tensors="pt"` as int64 [B, S]. There is no
-        padding: texts of different lengths as a tensor raise ValueError."""
+        """Return the ids of one or several texts as lists, or with `return_tensors="pt"` as int64 [B, S]. Without
+        padding, texts of different lengths raise ValueError as a tensor."""
         if return_tensors not in (None, "pt"):
             raise ValueError(f"return_tensors must be None or 'pt', got {return_tensors!r}")
         texts = [text] if isinstance(text, str) else list(text)
@@ -226,8 +225,7 @@ class Tokenizer(SpecialTokens):
         self, token_ids: int | Iterable[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool | None = None
     ) -> str:  # fmt: skip
         """Return the text of a list or 1-D tensor of ids. Bytes that form no character become U+FFFD. Spaces are never
-        cleaned up, whatever `clean_up_tokenization_spaces` or the tokenizer's folder say; transformers ignores both for
-        BPE, too."""
+        cleaned up, whatever `clean_up_tokenization_spaces` or the folder say, as in transformers for BPE."""
         return self.backend_tokenizer.decode(_as_ids(token_ids), skip_special_tokens=skip_special_tokens)
 
     def batch_decode(self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False) -> list[str]:

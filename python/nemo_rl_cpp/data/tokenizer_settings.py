@@ -96,9 +96,9 @@ _OVERRULES = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # their fo
 
 
 def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Return the tokenizer class that transformers 5 uses for a folder: the class named in tokenizer_config.json
-    (`settings`) or config.json (`config`). If neither names one, and always for the model types in `_OVERRULES`, return
-    the default class of the `model_type`."""
+    """Return the tokenizer class that transformers 5 uses for a folder: the one named in tokenizer_config.json
+    (`settings`) or config.json (`config`). If neither names one, and always for model types in `_OVERRULES`, it is the
+    `model_type`'s."""
     kind = config.get("model_type")
     of_model = next((name for name, kinds in _OF_MODELS.items() if kind in kinds), None)
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")
@@ -161,8 +161,7 @@ class SpecialTokens:
         self._declare_special_tokens([config.get(name) for name in NAMED_TOKENS])
 
     def _add_listed_tokens(self, listed: Mapping[str, Mapping[str, object]]) -> None:
-        """Add the tokens of `added_tokens_decoder` that tokenizer.json lacks. Warn of a token with another id than
-        listed."""
+        """Add the tokens of `added_tokens_decoder` that tokenizer.json lacks. Warn of ids other than listed."""
         tokens = {int(index): _added_token(token) for index, token in listed.items()}
         present = {repr(token) for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         self.backend_tokenizer.add_tokens([token for _, token in sorted(tokens.items()) if repr(token) not in present])
@@ -211,8 +210,7 @@ class SpecialTokens:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The end tokens that the model in the tokenizer's folder lists (see `data.boundaries`); if it lists none, the
-        tokenizer's end token."""
+        """The end tokens that the model in the folder lists (see `data.boundaries`), otherwise the tokenizer's own."""
         return list(self._model_ends) or ([] if self.eos_token_id is None else [self.eos_token_id])
 
     @property

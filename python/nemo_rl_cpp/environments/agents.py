@@ -48,9 +48,7 @@ class AgentResult:
 
 class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
     """The base class of environments whose rollouts an agent makes. A rollout that fails or times out gets reward 0 and
-    is not trained on.
-    Metrics: `agent_errors` and `agent_timeouts` count rollouts that failed or timed out; the agents' metrics are
-    averaged."""
+    is not trained on. Metrics: means of the agents' metrics, and `agent_errors` and `agent_timeouts` (numbers)."""
 
     runs_rollouts = True
 

@@ -123,8 +123,7 @@ class CodeTests:
 
 
 def uncompiled(outcome: Outcome) -> bool:
-    """Return whether the program did not compile: it exited with status 1, and Python printed an error such as
-    SyntaxError without a traceback."""
+    """Return whether the program did not compile: exit status 1, and an error like SyntaxError without traceback."""
     errors = outcome.stderr.decode(errors="replace")
     last = errors.rstrip().rpartition("\n")[2]  # no regex, which may never end on a megabyte of output
     return outcome.exit_code == 1 and "Traceback (most recent" not in errors and last.startswith(_UNCOMPILED)
@@ -195,8 +194,7 @@ def parse_tests(ground_truth: object) -> CodeTests:
 
 
 def _assert(statement: str) -> tuple[Check, object]:
-    """Return (check, expected value) of one statement; only of `assert EXPRESSION == LITERAL` the value is compared
-    outside."""
+    """Return (check, expected value) of a statement. Only `assert EXPRESSION == LITERAL` is compared outside."""
     try:
         [node] = ast.parse(statement).body
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
@@ -254,8 +252,8 @@ class CodeVerifyWorker(VerifierBase):
 
 
 def reason_of(result: TestResult, limits: Limits) -> str:
-    """Return why tests failed, from how the run ended and what it wrote to standard error, such as "memory_limit: 512
-    MB". `limits` are the limits that applied to the run."""
+    """Return why tests failed, such as "memory_limit: 512 MB", from how the run ended and its standard error. `limits`
+    applied to the run."""
     outcome = result.outcome
     assert outcome is not None
     errors = outcome.stderr.decode(errors="replace")

@@ -1,6 +1,5 @@
-"""A game: the model guesses a number and the environment replies "higher" or "lower", until the guess is correct or no
-guesses are left. It is the smallest useful multi-turn task. A player who halves the range with each guess always
-wins."""
+"""A game: the model guesses a number and the environment replies "higher" or "lower", until the guess is correct or
+none is left. It is the smallest useful multi-turn task; halving the range with each guess always wins."""
 
 import re
 from typing import NamedTuple, NotRequired, TypedDict

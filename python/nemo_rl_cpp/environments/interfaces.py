@@ -24,8 +24,7 @@ class WeightedParts(dict[str, "Tensor"]):
 
     @staticmethod
     def like(given: "dict[str, Tensor]", parts: "dict[str, Tensor]") -> "dict[str, Tensor]":
-        """Return the reward components `parts` (name -> tensor), with the weights of the components `given` if these
-        have weights."""
+        """Return the reward components `parts` (name -> tensor), with the weights of `given` if it has any."""
         return WeightedParts(parts, given.weights) if isinstance(given, WeightedParts) else parts
 
 
@@ -102,13 +101,11 @@ class Environment(Protocol):
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
         """Do one turn of B conversations, each of which ends with a message of the model, and return the result.
 
-        `metadata` has one entry per conversation: the data set's metadata, or what the previous `step` returned. Every
-        field of the result has one entry per conversation, in the same order. A plain sequence of the same six fields
-        is also accepted."""
+        `metadata` has one entry per conversation: the data set's metadata, or what the previous `step` returned. So has
+        every field of the result, in the same order. A plain sequence of the six fields is also accepted."""
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the metrics gathered since the last call, which are logged with the step. A run calls the method once
-        after the rollouts of a step."""
+        """Return, once after a step's rollouts, the metrics since the last call, which are logged with the step."""
 
     def shutdown(self) -> None:
         """End the environment's processes. Afterwards only `shutdown` may be called, which then does nothing."""
@@ -129,16 +126,14 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[MetadataT]
     ) -> EnvironmentReturn[MetadataT]:
-        """Do one turn of conversations, each of which ends with a message of the model (role "assistant"), and return
-        the result."""
+        """Do one turn of conversations, each of which ends with the model's message (role "assistant")."""
 
     @cached_property
     def _means(self) -> "_Means":
         return _Means()
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the metrics gathered since the last call: by default the means of the numbers that `step` has added to
-        `_means`, 0 over no samples."""
+        """Return the metrics since the last call: by default the means of what `step` added to `_means`."""
         sums, self._means = self._means, _Means()
         return {name: total / max(count, 1) for name, (total, count) in sums.items()}
 

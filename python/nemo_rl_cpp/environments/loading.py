@@ -21,8 +21,7 @@ INTERFACE = "nemo_rl_cpp.environments.interfaces.EnvironmentInterface"
 
 
 def environment_target(name: str) -> str:
-    """Return the dotted name of the class for an environment's registered name; return a dotted name unchanged. Raise
-    LoadingError for any other name."""
+    """Return the dotted name of the class of the environment `name`. Raise LoadingError for an unknown name."""
     if name in ENV_REGISTRY:
         return ENV_REGISTRY[name]["actor_class_fqn"]
     if "." not in name:
@@ -48,8 +47,8 @@ def environment_class(name: str) -> type[EnvironmentInterface]:
 
 
 def reward_function(name: object) -> Callable[..., Sequence[float | None]]:
-    """Return the reward function to which the dotted name `name` refers. If `name` is already a function, return it
-    unchanged. Raise LoadingError if what the name refers to cannot be called."""
+    """Return the reward function with the dotted name `name`; a function is returned unchanged. Raise LoadingError for
+    anything that cannot be called."""
     found = import_object(name, "reward function") if isinstance(name, str) else name
     if not callable(found):
         raise LoadingError(
@@ -61,8 +60,7 @@ def reward_function(name: object) -> Callable[..., Sequence[float | None]]:
 def register_env(env_name: str, actor_class_fqn: str, section: type[Section] | None = None) -> None:
     """Register the class with the dotted name `actor_class_fqn` as the environment `env_name` of configurations.
 
-    `section` describes the keys of `env.<env_name>`; without it any key is accepted. Raise ValueError if the name is
-    taken."""
+    `section` describes the keys of `env.<env_name>` (None: any key). Raise ValueError if the name is taken."""
     if env_name in ENV_REGISTRY:
         raise ValueError(f"Env name {env_name} already registered as {ENV_REGISTRY[env_name]['actor_class_fqn']}")
     ENV_REGISTRY[env_name] = {"actor_class_fqn": actor_class_fqn}

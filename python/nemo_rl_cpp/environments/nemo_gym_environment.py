@@ -74,8 +74,7 @@ class NemoGymEnvironment(AgentEnvironment):
 
 
 def interpreter(python: str | None) -> str:
-    """Return the path of the Python interpreter that has nemo-gym: `python`, or a default if it is None. Raise
-    ValueError if it does not exist or lacks the package."""
+    """Return the path of the Python interpreter `python` (None: this one). Raise ValueError if it lacks nemo-gym."""
     python = os.path.expanduser(python or sys.executable)
     try:
         found = subprocess.run([python, "-c", "import nemo_gym"], capture_output=True, text=True, check=False)
@@ -144,7 +143,7 @@ class _Servers:
         self._fail_all()
 
     def _fail_all(self) -> None:
-        """Fail all rollouts that have no result yet. Two threads may call this method; only one takes each future."""
+        """Fail all rollouts that have no result yet. Safe in two threads: only one takes each future."""
         while self._asked:
             with contextlib.suppress(KeyError):
                 _, future = self._asked.popitem()

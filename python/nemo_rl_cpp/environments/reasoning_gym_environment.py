@@ -32,8 +32,7 @@ def extract_answer(text: str, answer_format: str = "auto", several_lines: bool =
 
 
 class ReasoningGymMetadata(TypedDict):
-    """The entries of a sample's metadata that the environment reads: the entry of the task's data set, and the task's
-    name."""
+    """The entries of a sample's metadata that the environment reads: the data set's entry, and the task's name."""
 
     reasoning_gym_entry: GymEntry
     reasoning_gym_task: NotRequired[str]

@@ -52,12 +52,10 @@ class ActorSettings:
 
 
 class EnvironmentActor:
-    """The Ray actor of one environment. The environment is made in the first call, whose caller gets the errors of the
-    constructor."""
+    """The Ray actor of an environment, made in the first call, whose caller gets the constructor's errors."""
 
     def __init__(self, make: bytes, folder: str, variables: Mapping[str, str]) -> None:
-        """Enter `folder`, set `variables`, and keep `make` pickled, so that `start` imports the environment's modules
-        after it."""
+        """Enter `folder`, set `variables`, and keep `make` pickled, so that `start` imports the modules later."""
         enter(folder, variables)
         self._make, self._environment = make, None
 
@@ -92,8 +90,7 @@ def _told(call: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True)
 class RemoteMethod:
-    """A method of a handle: `.remote(...)` starts the call and returns a Ray ObjectRef or a future; a direct call waits
-    and returns the result."""
+    """A method of a handle: `.remote(...)` starts the call and returns an ObjectRef or future; a direct call waits."""
 
     remote: Callable[..., object]
     wait: Callable[[Any], object]
@@ -179,8 +176,7 @@ def ray_environment(
 
 
 class LocalActor:
-    """A handle to an object in this process, with the interface of a Ray actor. Calls run one after another in a daemon
-    thread, which starts with the first call."""
+    """A handle to an object in this process, like that of a Ray actor. A daemon thread runs its calls in order."""
 
     def __init__(self, instance: object) -> None:
         self._instance = instance
@@ -223,13 +219,11 @@ def _work(calls: queue.SimpleQueue) -> None:
 
 
 class Remotable:
-    """A base class with the class methods `Class.remote(...)` and `Class.options(...).remote(...)`, as Ray's decorator
-    adds them."""
+    """A base class that adds `Class.remote(...)` and `Class.options(...).remote(...)`, as Ray's decorator does."""
 
     @classmethod
     def remote(cls, *args: object, **kwargs: object) -> LocalActor | RayEnvironment:
-        """Make an object of this class, in a Ray actor if Ray is in use, otherwise in this process. Return a handle to
-        it."""
+        """Make an object of this class, in an actor if Ray is in use, otherwise in this process; return a handle."""
         return _Options(cls).remote(*args, **kwargs)
 
     @classmethod
@@ -264,8 +258,7 @@ class EnvironmentLostError(WorkerLostError):
 
 
 def call_remote(handle: object, method: str, *args: object, **kwargs: object) -> object:
-    """Call the method `method` of `handle`. If the method has `.remote`, start the call and return a future or a Ray
-    ObjectRef; otherwise return the result."""
+    """Call `method` of `handle` and return the result, or a future or ObjectRef of it if the method has `.remote`."""
     function = getattr(handle, method)
     if hasattr(function, "remote"):
         return function.remote(*args, **kwargs)

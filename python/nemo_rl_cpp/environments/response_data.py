@@ -89,8 +89,7 @@ def inspect_rows(
 
 
 def _about_lengths(lengths: list[tuple[int, int]], limits: Limits, where: str, rows: int) -> Iterator[Finding]:
-    """Yield a problem for each of the `limits` that a prompt reaches. `lengths` has (number of tokens, row number)
-    pairs."""
+    """Yield a problem for each of the `limits` that a prompt reaches. `lengths` has (number of tokens, row number)."""
     longest, row = max(lengths, key=lambda each: each[0])
     looked_at = "" if len(lengths) == rows else f" looked at (of {rows:,})"
     cut = None if limits.cut == limits.context else limits.cut
@@ -148,7 +147,7 @@ def _about_truths(
 
 def _verdict(truth: object, name: str, section: Mapping[str, object]) -> str | None:
     """Return None if the environment `name` can compare responses with `truth`, "as text" if only the same text is
-    correct, "never" if nothing is, and "wrong" for a value that the environment rejects."""
+    correct, "never" if nothing is, and "wrong" if it rejects `truth`."""
     try:
         if name == "code":
             parse_tests(truth)
@@ -242,8 +241,7 @@ class _Tasks:
 
 
 def _filled_sections(config: Settings, env_configs: Settings | None) -> dict[str, list[Settings]]:
-    """Return the sections of `data.train` and `data.validation` with their defaults. Raise ValueError for an invalid
-    one."""
+    """Return the sections of `data.train` and `data.validation` with defaults. Raise ValueError for an invalid one."""
     if config.get("train") is None:
         raise ValueError(
             "the data section lacks `train`: data.train.dataset_name names the training data, and "

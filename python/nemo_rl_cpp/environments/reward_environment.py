@@ -66,8 +66,7 @@ def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
 
 
 def finite_number(value: object, what: str, otherwise: str = "") -> float:
-    """Return `value` as a float. Raise ValueError, whose message begins with `what` and ends with `otherwise`, unless
-    it is finite."""
+    """Return `value` as a float. Raise ValueError, beginning with `what` and ending with `otherwise`, unless finite."""
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -171,8 +170,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         return result._replace(rewards=WeightedParts(parts, self.weight_of_name))
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Raise ValueError if a reward function requires a column that is not in `names`, the columns of the
-        samples."""
+        """Raise ValueError if a reward function requires a column that is not in `names`, the samples' columns."""
         columns: Columns = {name: [] for name in (*names, "prompts", "completions")}
         for function, name in zip(self._functions, self.weight_of_name):
             _asked_for(function, name, columns)
@@ -218,7 +216,7 @@ def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns
 
 
 def _missing_column(columns: Columns, error: BaseException) -> str:
-    """Return a hint for the user if `error` is a KeyError about a column that the samples do not have, otherwise ""."""
+    """Return a hint if `error` is a KeyError about a column that the samples do not have, otherwise ""."""
     if not isinstance(error, KeyError) or not error.args or error.args[0] in columns:
         return ""
     return f"the samples have no column {error.args[0]!r}, they have {', '.join(sorted(columns))}"

@@ -36,8 +36,7 @@ def prompt_text(message_log: LLMMessageLogType) -> str:
 
 
 def correct_or_not(scores: Iterable[float]) -> list[dict[str, str]]:
-    """Return an observation for each score: "Environment: incorrect" for a score of 0, otherwise "Environment:
-    correct"."""
+    """Return an observation for each score: "Environment: incorrect" for 0, otherwise "Environment: correct"."""
     return [{"role": "environment", "content": f"Environment: {'' if score else 'in'}correct"} for score in scores]
 
 

@@ -107,8 +107,8 @@ class VerifierPool:
     of the program, and when the pool is garbage-collected."""
 
     def __init__(self, verifier: type, cfg: VerifierPoolConfig, warm_up: Mapping[str, object] | None = None) -> None:
-        """Start `cfg.num_workers` processes, but no more than cores (or two), each of which calls `warm_up` of a
-        `verifier`."""
+        """Start `cfg.num_workers` processes, at most as many as cores (or two), each of which calls
+        `verifier.warm_up`."""
         if verifier.__module__ == "__main__" or "<locals>" in verifier.__qualname__:
             raise ValueError(
                 f"the verifier {verifier.__qualname__} must be importable by worker processes: put it into a module"

@@ -20,8 +20,7 @@ Request = tuple[str, object, dict[str, object]]  # (response, ground truth, keyw
 
 
 class Reply(TypedDict, total=False):
-    """A message from the worker process: its process id when it is ready, the score and answer of a response, or an
-    error."""
+    """A message from the worker process: its process id when ready, a response's score and answer, or an error."""
 
     ready: int
     score: float
@@ -33,8 +32,8 @@ class Reply(TypedDict, total=False):
 def _end_with_the_parent() -> None:
     """End this process as soon as the parent has ended, even during a computation that never returns.
 
-    When the other end of standard input closes, the kernel sends SIGIO, which ends a process. (PR_SET_PDEATHSIG reports
-    the end of the thread that started this process, not of the parent.)"""
+    When the other end of standard input closes, the kernel sends SIGIO, which ends a process. (PR_SET_PDEATHSIG would
+    report the end of a thread, not of the parent.)"""
     fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
     closed = select.poll()
@@ -53,8 +52,7 @@ def _limit_memory(megabytes: int) -> None:
 
 
 def main(target: str, options_json: str) -> None:
-    """Make the verifier `target` (module:Class), report that it is ready, and score one response per request until the
-    parent ends."""
+    """Make the verifier `target` (module:Class), report that it is ready, and score one response per request."""
     options = json.loads(options_json)
     _end_with_the_parent()
     parent = Connection(os.dup(1))

@@ -56,9 +56,8 @@ def normalize_final_answer(final_answer: str) -> str:
 
 
 def judge(response: str, ground_truth: str) -> tuple[bool, str]:
-    """Return (whether the response is correct, normalised answer). The answer is the line after the last
-    "Answer:" in the last 300 characters of the response, or "[INVALID]" if there is none. It is correct if it equals
-    the normalised ground truth."""
+    """Return (whether the response is correct, normalised answer). The answer is the line after the last "Answer:" in
+    the response's last 300 characters, or "[INVALID]". It is correct if it equals the normalised ground truth."""
     found = re.findall(ANSWER_PATTERN, response[-LOOKED_AT:])
     answer = normalize_final_answer(found[-1] if found else INVALID)
     return answer == normalize_final_answer(ground_truth), answer
@@ -73,8 +72,7 @@ class VerifierUseError(ValueError):
 
 
 class UnmatchableTruthError(ValueError):
-    """Raised if no response can be correct, because the ground truth contains nothing that a response could be compared
-    with."""
+    """Raised if no response can be correct, because the ground truth has nothing to compare a response with."""
 
 
 class VerifierBase(ABC):
@@ -93,8 +91,7 @@ class VerifierBase(ABC):
     def verify(
         self, pred_responses: list[str], ground_truths: list[str], return_extracted_answer: bool = False, **kwargs: object
     ) -> list[float] | tuple[list[float], list[str | None]]:  # fmt: skip
-        """Return the scores of B responses as a list. With `return_extracted_answer`, return (scores, answers), where
-        an answer may be None."""
+        """Return the scores of B responses; with `return_extracted_answer` also their answers, which may be None."""
         verdicts = []
         for response, truth in zip(pred_responses, ground_truths):
             try:
@@ -156,8 +153,7 @@ class HFVerifyWorker(VerifierBase):
         )
 
     def warm_up(self, math_verify_impl: str = "hf_math_verify") -> None:
-        """Load the packages that scoring by `math_verify_impl` ("hf_math_verify" or "dapo_math_verify") needs, so that
-        they do not delay the first response."""
+        """Load the packages that `math_verify_impl` needs, so that they do not delay the first response."""
         self.judge("\\boxed{1}", "1", math_verify_impl)
 
     @staticmethod
@@ -227,8 +223,7 @@ class EnglishMultichoiceVerifyWorker(MultilingualMultichoiceVerifyWorker):
 
 
 class GymEntry(TypedDict):
-    """A question of a reasoning_gym task, with its answer. `answer` is None if the task checks responses without a
-    reference answer."""
+    """A question of a reasoning_gym task and its answer: None if responses are checked without a reference answer."""
 
     question: str
     answer: str | None
@@ -236,8 +231,7 @@ class GymEntry(TypedDict):
 
 
 class ReasoningGymVerifyWorker(VerifierBase):
-    """A verifier that scores responses with reasoning_gym's scorers. `ground_truth` is the question's entry in the data
-    set."""
+    """A verifier that scores responses with reasoning_gym; `ground_truth` is the question's entry in the data set."""
 
     _scorers: ClassVar[dict[str, Callable[..., float]]] = {}
 

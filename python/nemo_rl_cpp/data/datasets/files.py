@@ -69,8 +69,7 @@ class ListDataset:
     def map(
         self, function: Callable[..., Mapping[str, object]], remove_columns: Sequence[str] | None = None, with_indices: bool = False
     ) -> ListDataset:  # fmt: skip
-        """Return a data set of the rows without `remove_columns`, each updated with `function(row)`, or `function(row,
-        index)` if `with_indices`."""
+        """Return the rows without `remove_columns`, each updated with `function(row)` or `function(row, index)`."""
         rows = []
         for i, row in enumerate(self._rows):
             added = function(dict(row), i) if with_indices else function(dict(row))
@@ -170,8 +169,7 @@ def _json_rows(path: Path) -> list[Row]:
 
 
 def _are_columns(whole: object) -> bool:
-    """Return whether a JSON object maps column names to lists of values. One with a list of messages is a row
-    instead."""
+    """Return whether a JSON object maps column names to lists of values, rather than being a row with messages."""
     if not isinstance(whole, dict) or not whole or not all(isinstance(values, list) for values in whole.values()):
         return False
     firsts = [values[0] for values in whole.values() if values]
@@ -384,8 +382,7 @@ def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
 
 
 def sections_of(side: Section | Sequence[Section] | None) -> list[Section]:
-    """Return `side`, the value of `data.train` or `data.validation`, as a list of sections. It is one section, a list
-    of sections, or None."""
+    """Return `side` (`data.train` or `data.validation`: one section, a list, or None) as a list of sections."""
     return [] if side is None else list(side) if isinstance(side, (list, tuple)) else [side]
 
 

@@ -51,8 +51,7 @@ class RawDataset:
             self.dataset, self.val_dataset = split["train"], split["test"]
 
     def set_processor(self) -> None:
-        """Set the configured processor. Raise ValueError for an unknown name, or if the prompt file does not have
-        exactly one placeholder for the question."""
+        """Set the configured processor. Raise ValueError for an unknown name, or a prompt file without one `{}`."""
         name = self.data_config.get("processor") or self.default_processor
         if name not in PROCESSOR_REGISTRY:
             raise ValueError(
@@ -140,8 +139,7 @@ class AllTaskProcessedDataset:
 
 
 def _check_beginnings(message_log: LLMMessageLogType, tokenizer: TokenizerType) -> None:
-    """Raise AssertionError if a message, or the whole prompt, begins with two BOS tokens (template's and
-    tokenizer's)."""
+    """Raise AssertionError if a message, or the prompt, begins with two BOS tokens (template's and tokenizer's)."""
     pieces = [message["token_ids"] for message in message_log if "token_ids" in message]
     beginnings = [[int(token) for token in piece[:2]] for piece in pieces]
     bos = tokenizer.bos_token_id

@@ -1,5 +1,4 @@
-"""The sandbox, which runs untrusted programs without network, with access only to their own files, and with limits on
-time, memory and processes."""
+"""The sandbox, which runs untrusted programs without network, with only their own files, and with limits."""
 
 from nemo_rl_cpp.environments.sandbox.run import Limits, Outcome, SandboxUnavailableError, run_program
 

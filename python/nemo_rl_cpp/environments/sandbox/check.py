@@ -51,8 +51,7 @@ _NEEDS = (
 
 
 def missing_protections() -> list[str]:
-    """Return one sentence for each protection of the sandbox that this machine lacks. The calling process must have
-    only one thread."""
+    """Return one sentence per missing protection of the sandbox. The calling process must have a single thread."""
     if sys.platform != "linux":
         return [f"Linux: this is {sys.platform}"]
     limits = Limits(time_s=10, memory_mb=256, threads=4)

@@ -51,8 +51,7 @@ def prctl(option: int, *arguments: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Move the process to new namespaces, of the kinds in `flags`. A new PID namespace takes effect only for later
-    children."""
+    """Move the process to new namespaces of the kinds `flags`. A new PID namespace holds only later children."""
     _checked(_libc.unshare(flags), f"unshare({flags:#x})")
 
 
@@ -67,8 +66,7 @@ class _MountAttributes(ctypes.Structure):
 
 
 def set_mount_attributes(path: str, attributes: int, recursive: bool = True) -> None:
-    """Set `attributes` (`MOUNT_ATTR_...`) on the mount at `path`, and if `recursive` on all mounts below. This needs
-    Linux 5.12."""
+    """Set `attributes` (`MOUNT_ATTR_...`, Linux 5.12) on the mount `path`, and if `recursive` on all mounts below."""
     wanted = _MountAttributes(set=attributes)
     syscall(
         "mount_setattr", ctypes.c_int(_AT_FDCWD), os.fsencode(path), ctypes.c_uint(_AT_RECURSIVE if recursive else 0),
@@ -85,8 +83,7 @@ def change_root(new_root: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends. Call this function after a change of the user, which
-    resets the setting."""
+    """Make the kernel kill this process when its parent ends. A change of the user resets this: call it afterwards."""
     prctl(_PR_SET_PDEATHSIG, 9)
 
 
@@ -177,8 +174,7 @@ def _argument(index: int) -> bytes:
 
 
 def _any(code: int, values: tuple[int, ...], verdict: int = _KILL) -> list[bytes]:
-    """Return instructions that end the filter with `verdict` if `code` holds for a value and the argument loaded
-    last."""
+    """Return instructions that end the filter with `verdict` if `code` holds for a value and the loaded argument."""
     return [part for value in values for part in (_instruction(code, value, 0, 1), _instruction(_RETURN, verdict))]
 
 
@@ -197,8 +193,7 @@ _BY_ARGUMENT = {
 
 
 def filter_program(processor: str) -> bytes:
-    """Return the filter of system calls for the processor `processor` (see `machine`), as BPF instructions. Most
-    forbidden calls kill the program; some only fail."""
+    """Return the filter of system calls on a `machine()`, in BPF. Most forbidden calls kill the program; some fail."""
     column = processor == "aarch64"
     checks = [
         _instruction(_LOAD, _ARCH),

@@ -40,8 +40,7 @@ class Limits:
             raise ValueError(f"memory_mb is {self.memory_mb}; the least is {needed}")
 
     def apply(self, other_processes: int) -> None:
-        """Set the kernel's limits on this process, except memory. `other_processes` is the number of processes that
-        this user may have besides this one."""
+        """Set the kernel's limits on this process, except memory. This user may have `other_processes` besides it."""
         _lower(resource.RLIMIT_CPU, int(self.time_s) + 1)
         _lower(resource.RLIMIT_NPROC, self.threads + other_processes)
         _lower(resource.RLIMIT_FSIZE, self.folder_mb * _MB)
@@ -52,8 +51,7 @@ class Limits:
         os.nice(5)  # the training run has priority
 
     def apply_memory(self) -> None:
-        """Limit the address space of this process. Call this method right before exec, because the process may be
-        larger than the limit until then."""
+        """Limit this process's address space. Call this right before exec: the process may exceed the limit before."""
         _lower(resource.RLIMIT_AS, (self.memory_mb - self.folder_mb) * _MB)
 
 
@@ -185,8 +183,7 @@ class _Run:
                 self.outcome.exit_code = int(rest)
 
     def _name_users(self) -> None:
-        """Map the sandbox's user ids: as root, the program's user to nobody, because root has no limits; else to the
-        caller."""
+        """Map the sandbox's user: to nobody if this process is root's, as root has no limits; else to the caller."""
         program, uid, gid = inside.PROGRAM_USER, os.getuid(), os.getgid()
         folder = Path(f"/proc/{self.keeper}")
         try:
@@ -209,14 +206,12 @@ class _Run:
         self._kill()
 
     def _kill(self) -> None:
-        """Kill the first process in the sandbox, or the keeper if there is none yet; the kernel then kills the
-        program."""
+        """Kill the first process in the sandbox, or the keeper if there is none yet; the kernel kills the program."""
         with suppress(ProcessLookupError):
             os.kill(self.first or self.keeper, signal.SIGKILL)
 
     def end(self) -> None:
-        """End all processes of the run and close all file descriptors. Raise SandboxUnavailableError if the sandbox was
-        not built."""
+        """End the run's processes and close its descriptors. Raise SandboxUnavailableError if no sandbox was built."""
         if self.keeper:
             if not self.finished or self.outcome.stopped:
                 self._kill()

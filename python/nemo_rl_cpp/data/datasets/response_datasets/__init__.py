@@ -57,8 +57,7 @@ def check_dataset_config(data_config: dict[str, object], further: frozenset[str]
 
 
 def check_types(section: dict[str, object], cls: type[RawDataset]) -> None:
-    """Raise ValueError if a key of `section` has not the type that a constructor of the data set class `cls`, one of
-    this package, declares."""
+    """Raise ValueError if a key of `section` does not have the type that this package's class `cls` declares."""
     if not cls.__module__.startswith(__name__):
         return
     for constructor in {base.__init__ for base in cls.__mro__[:-1]}:
@@ -84,8 +83,7 @@ def load_response_dataset(data_config: DatasetConfig | Mapping[str, object]) -> 
 
 
 def load_eval_dataset(data_config: DatasetConfig | Mapping[str, object]) -> RawDataset:
-    """Load the data set of an evaluation's section `data`. `split` defaults to the data set's test or held-out split,
-    if it has one."""
+    """Load the data set of an evaluation. `split` defaults to the data set's test or held-out split, if it has one."""
     config = as_written(data_config)
     cls = check_dataset_config(config, _OF_THE_EVAL_SECTION)
     repeat = 1 if "repeat" in _keys_of(str(config["dataset_name"])) else config.pop("repeat", 1)

@@ -17,8 +17,8 @@ HELD_OUT = 0.15  # the fraction of all questions that belongs to validation
 
 
 def held_out_count(size: float, rows: int) -> int:
-    """Return the number of validation rows for `split_validation_size`: a count, or a fraction of `rows` (at least 1
-    row unless it is 0)."""
+    """Return the number of validation rows for `split_validation_size`: a count, or a fraction of `rows`, rounded (if
+    not 0, to at least 1)."""
     return size if isinstance(size, int) else max(1, round(size * rows)) if size else 0
 
 
@@ -61,18 +61,17 @@ class GeneratedDataset(RawDataset, ABC):
     def few_shot(
         self, questions: Sequence[Q], shown: Sequence[Q], held_out: bool, num_samples: int | None, seed: int, what: str
     ) -> Iterator[tuple[Q, list[Q]]]:
-        """Yield (question, solved examples) for `num_samples` random entries of `questions`. The solved examples are
-        `num_shots` different entries of `shown`. In training (not `held_out`), where `shown` has the questions in the
-        same order, a question is not one of its own examples. `what` names the questions in errors."""
+        """Yield (question, solved examples) for `num_samples` random `questions`. The examples are `num_shots`
+        different entries of `shown`, in training (not `held_out`) without the question itself: `shown` then has the
+        questions in the same order. `what` names the questions in errors."""
         for i, number in enumerate(self.pick(len(questions), num_samples, seed, what)):
             shots = Draws(seed, int(held_out), i).distinct(self.num_shots, len(shown), None if held_out else number)
             yield questions[number], [shown[s] for s in shots]
 
     @staticmethod
     def pick(available: int, num_samples: int | None, seed: int, what: str) -> list[int]:
-        """Return `num_samples` (None: `available`) random indices below `available`. No index repeats before each has
-        occurred once. Raise ValueError if `available` is 0; `what` names the indexed things in its message ("numbers in
-        the range")."""
+        """Return `num_samples` (None: `available`) random indices below `available`; none repeats before all have
+        occurred. Raise ValueError, with `what` (such as "numbers in the range"), if `available` is 0."""
         if available == 0:
             raise ValueError(f"data: there are no {what}: allow more different questions")
         count = available if num_samples is None else num_samples

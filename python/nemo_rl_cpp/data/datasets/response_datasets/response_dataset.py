@@ -85,8 +85,7 @@ class ResponseDataset(RawDataset):
         return formatted
 
     def format_data(self, data: Row) -> Row:
-        """Return a row as {"messages", "task_name"}, with messages that end with the answer. Raise ValueError if a part
-        is missing."""
+        """Return a row as {"messages", "task_name"}, the answer last. Raise ValueError if a part is missing."""
         messages = conversation_of(look_up(data, self.input_key), self.input_key)
         answered = messages[-1]["role"] == "assistant"
         if answered and self._answers_inside:
@@ -105,7 +104,7 @@ class ResponseDataset(RawDataset):
 
 def _answer(value: object, key: str) -> object:
     """Return an answer as text for the environment (of a conversation, the last message's), or None. Raise ValueError
-    for NaN and infinities."""
+    for numbers that are not finite."""
     if is_list(value) and value and isinstance(value[-1], Mapping) and value[-1].get("role") == "assistant":
         value = value[-1].get("content")
     if isinstance(value, float) and not math.isfinite(value):

@@ -19,8 +19,7 @@ _COMPARE_EXAMPLES = """examples:
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Run the command `report`, with its command-line arguments: rewrite report.html of a log folder, and print its
-    path. Return the exit status."""
+    """Run the command `report`: rewrite report.html of a log folder and print its path. Return the exit status."""
     parser = command_parser("report", "Write report.html of a run again from its log folder.", _REPORT_EXAMPLES)
     parser.add_argument("log_dir", help="log folder of a run, or the folder that holds exp_001, exp_002, ...")
     known = parser.parse_args(arguments)
@@ -29,7 +28,7 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def compare(arguments: Sequence[str]) -> int:
-    """Compare runs or evaluations: print tables in the terminal, and write a page."""
+    """Run the command `compare`: print tables for runs or evaluations, and write a page. Return the exit status."""
     what = "Compare runs or evaluations: results, keys that differ, curves, prompts that changed."
     parser = command_parser("compare", what, _COMPARE_EXAMPLES)
     parser.add_argument("runs", nargs="+", metavar="LOG_DIR", help="two or more folders of logs or of evaluations")

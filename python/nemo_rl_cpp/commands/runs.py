@@ -112,7 +112,7 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def configs(arguments: Sequence[str]) -> int:
-    """Run the command `configs`: print the name and description of each shipped configuration, one per line, or only of
+    """Run the command `configs`: print name and description of each shipped configuration, one per line, or only of
     those that contain the word in `arguments`. Return the exit status."""
     parser = command_parser("configs", "List the shipped configurations.", _CONFIGS_EXAMPLES)
     parser.add_argument("word", nargs="?", default="", help="only those with this word in their name or description")
@@ -142,9 +142,8 @@ def descriptions() -> dict[str, str]:
 
 
 def _run(words: Sequence[str], default: str, kind: str | None, work: Callable[[WholeConfig], None]) -> int:
-    """Load the configuration that the command-line arguments `words` give, call `work` with it, and return the exit
-    status. `default` is the kind of run whose help and default configuration are used; `kind` None: it follows from the
-    file."""
+    """Load the configuration that the arguments `words` give, call `work` with it, and return the exit status.
+    `default` is the kind of run for help and default configuration; `kind` None: it follows from the file."""
     parser = command_parser(None, KINDS[default].description, _help(default))
     names = "YAML file, or the name of a shipped one (default: %(default)s)"
     parser.add_argument("--config", default=f"configs/{KINDS[default].default_config}", help=names)
@@ -181,7 +180,7 @@ def _help(kind: str) -> str:
 
 def _loaded(file: str, overrides: Sequence[str], kind: str | None) -> WholeConfig | None:
     """Load a configuration. Print its errors and return None if there are any. In a process that a launcher started
-    with a rank above 0, become a worker instead."""
+    with a rank above 0, become a worker instead and never return."""
     try:
         search_for_modules(Path.cwd(), find_config(file).resolve().parent)
         found = kind or kind_of(file)

@@ -23,8 +23,7 @@ def cuda_usable() -> bool:
 
 
 def check_device(device: str) -> str:
-    """Return `device`, the value of `cluster.device`. Raise ValueError with the reason if it is `cuda` and no GPU can
-    be used."""
+    """Return `cluster.device`. Raise ValueError with the reason if it is `cuda` and no GPU can be used."""
     if device != "cuda" or cuda_usable():
         return device
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -104,8 +103,7 @@ class Cluster:
         return self._workers
 
     def device(self, precision: str = "float32") -> str:
-        """Return "cuda" if the cluster uses GPUs, a GPU can be used, and `precision` is float32 or bfloat16; otherwise
-        "cpu"."""
+        """Return "cuda" if `use_gpus`, a GPU can be used, and `precision` is float32 or bfloat16; otherwise "cpu"."""
         return "cuda" if self.use_gpus and precision in ("float32", "bfloat16") and cuda_usable() else "cpu"
 
     def shutdown(self) -> bool:
@@ -133,8 +131,7 @@ class WorkerGroup:
         self.call_all("__create__", remote_worker_builder)
 
     def first_of_groups(self, values: list) -> list:
-        """Return, from `values` (one per worker), the value of the first worker of each tensor-parallel group. All
-        workers of a group have the same value."""
+        """Return the values (one per worker) of each tensor-parallel group's first worker, which its others share."""
         return values[:: self.tensor_size]
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: object) -> WorkerCall:
@@ -142,8 +139,7 @@ class WorkerGroup:
         return self.cluster.workers.call(worker_idx, self._target, method_name, pickle.dumps((args, {})))
 
     def run_all_workers_single_data(self, method_name: str, *args: object, **kwargs: object) -> list[WorkerCall]:
-        """Start a call of `method_name` on every worker with the same arguments. Return one call per worker; its
-        `result` waits for the value."""
+        """Start `method_name` with the same arguments on every worker, and return a call with a `result` for each."""
         payload, workers = pickle.dumps((args, kwargs)), self.cluster.workers
         return [workers.call(rank, self._target, method_name, payload) for rank in range(self.cluster.world_size())]
 
@@ -153,8 +149,7 @@ class WorkerGroup:
         return self.cluster.workers.wait(self.run_all_workers_single_data(method_name, *args, **kwargs))
 
     def call_for_one_value(self, method_name: str, *args: object) -> object:
-        """Call a method on all workers and return the result that they all return. Raise RuntimeError if their results
-        differ."""
+        """Call a method on all workers and return their common result. Raise RuntimeError if the results differ."""
         first, *others = self.call_all(method_name, *args)
         for rank, value in enumerate(others, 1):
             if value != first:

@@ -57,8 +57,7 @@ class Launch(NamedTuple):
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return the settings that a launcher gave this process, or None if the process is not one of several launched
-    ranks."""
+    """Return the settings that a launcher gave this process; None if it is not one of several launched ranks."""
     variables = launcher_variables(environment)
     if variables is None:
         return None
@@ -105,8 +104,8 @@ def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> No
 
 
 def serving(load: Callable[..., C]) -> Callable[..., C]:
-    """Return the function `load`, which loads a configuration, with a different behaviour in a process that a launcher
-    started with rank 1 or higher: there a call does not return, because the process becomes a worker."""
+    """Return a function like `load`, which loads a configuration. In a process that a launcher started with rank 1 or
+    higher its calls do not return: the process becomes a worker."""
 
     def load_and_serve(*arguments: object) -> C:
         config = load(*arguments)
@@ -120,8 +119,7 @@ def serving(load: Callable[..., C]) -> Callable[..., C]:
 
 
 def serve(launch: Launch) -> None:
-    """Connect this process, a launched rank above 0, to rank 0, and answer its calls until it closes the connection.
-    Then exit with status 0."""
+    """Connect this process, a launched rank above 0, to rank 0, answer calls until the connection closes, and exit."""
     ignore_signals()
     store = meet(launch)
     reached = socket.create_connection((launch.host, int(store.get("port"))), timeout=HANDSHAKE_SECONDS)
@@ -137,8 +135,7 @@ def serve(launch: Launch) -> None:
 
 
 def meet(launch: Launch) -> Store:
-    """Connect to torch.distributed's TCP store, wait until all ranks have connected, and return the store. Raise
-    TimeoutError if a rank does not arrive."""
+    """Connect to torch.distributed's TCP store, wait for all ranks, and return it. Raise TimeoutError without them."""
     from torch.distributed import PrefixStore, rendezvous
 
     limit = timedelta(seconds=MEETING_SECONDS)
@@ -185,9 +182,8 @@ def admit(reached: socket.socket, token: bytes) -> tuple[Connection, dict]:
 
 
 def as_connection(reached: socket.socket) -> Connection:
-    """Return a `Connection` over the connected socket `reached`, which detects a dead peer. A read or write fails after
-    HANDSHAKE_SECONDS, so that a peer that sends nothing cannot block the run. `_wait_at_most(connection, 0)` removes
-    this limit."""
+    """Return a `Connection` over the socket `reached`, which detects a dead peer. A read or write fails after
+    HANDSHAKE_SECONDS, so that a silent peer cannot block the run; `_wait_at_most(connection, 0)` removes this limit."""
     reached.setblocking(True)
     reached.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     reached.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -235,8 +231,7 @@ class SocketPeer:
             thread.start()
 
     def lost(self) -> WorkerLostError:
-        """Return the WorkerLostError for this worker. Its message says what happened to the process, and during which
-        call."""
+        """Return the WorkerLostError for this worker, which says what happened to the process, and in which call."""
         with self._lock:
             doing = next((call.what for call in self._pending.values()), "nothing")
         who = f"{self.role} {self.rank} of {self.size} (process {self.pid}{self.where})"
@@ -246,8 +241,7 @@ class SocketPeer:
         return f"gave no sign of life for {time.monotonic() - self.last_beat:.0f} s (cluster.worker_timeout_s)"
 
     def call(self, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
-        """Start a call of `method` of object number `target` in the worker, and return the call. For `payload` and
-        `listener` see `Workers.call`."""
+        """Start and return a call of `method` of the worker's object number `target` (see `Workers.call`)."""
         self._last_call += 1
         event, on_event = listener or (None, None)
         call = self._expect(self._last_call, method.strip("_"), on_event)
@@ -439,8 +433,7 @@ class LaunchedWorker(SocketPeer):
         return "is gone: its connection was closed" if self.closed else super()._how()
 
     def kill(self) -> None:
-        """Close the worker's connection, which makes it exit. If it does not respond and is on this machine, kill it.
-        Further calls do nothing."""
+        """Close the connection, so that the worker exits. Kill it if it is on this machine and does not respond."""
         if self._local and self.failed and not self.closed:
             # printed now, because the launcher ends this process too once that rank has ended
             print(f"error: {self.lost()}", file=sys.stderr, flush=True)
@@ -450,8 +443,7 @@ class LaunchedWorker(SocketPeer):
 
 
 class LaunchedWorkers(ProcessWorkers):
-    """The workers of a run whose launcher started all ranks except the first. Unlike `ProcessWorkers`, they cannot be
-    restarted."""
+    """The workers of a run whose launcher started all ranks but the first. They cannot be restarted."""
 
     def _start(self, join: dict, role: str) -> None:
         launch, size = launched(), join["size"]

@@ -1,5 +1,4 @@
-"""A batch without padding: samples of different lengths, whose tokens are concatenated; and a padded batch, as a
-mapping."""
+"""A batch without padding, whose samples' tokens are concatenated; and a padded batch, as a mapping."""
 
 from collections import UserDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -62,8 +61,7 @@ class RaggedBatch(MutableMapping[str, Any]):
         return made
 
     def copy(self) -> Self:
-        """Return a shallow copy: it shares the tensors, but adding or replacing a tensor in one batch does not change
-        the other."""
+        """Return a copy that shares the tensors, but to which tensors can be added without changing this batch."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, tokens=dict(self.tokens), samples=dict(self.samples))
         return made
@@ -131,8 +129,7 @@ class RaggedBatch(MutableMapping[str, Any]):
 
     def ragged(self, value: Tensor) -> Tensor:
         """Remove the padding of a tensor [B, S, ...]; return [T, ...]. S is at least the longest sample's length. A
-        tensor [T] is returned unchanged. A tensor [B] or [B, 1] is expanded: each token gets the value of its
-        sample."""
+        tensor [T] is returned unchanged. In a tensor [B] or [B, 1] each value is repeated for its sample's tokens."""
         if value.dim() >= 2 and len(value) == self.size and value.shape[1] >= int(self.lengths.max()):
             width = min(value.shape[1], self.width)
             return value[:, :width][self._inside[:, :width]]
@@ -198,8 +195,7 @@ Batch = Mapping[str, object] | RaggedBatch
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Return offsets, int64 [B + 1], from `lengths` [B]: the index of each sample's first token, then the total number
-    of tokens."""
+    """Return offsets, int64 [B + 1], from `lengths` [B]: each sample's first token, then the number of tokens."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.to(torch.int64).cumsum(0)])
 
 
@@ -244,8 +240,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return type(self)(repeated)
 
     def select_indices(self, indices: list[int] | torch.Tensor) -> Self:
-        """Return the rows at `indices`, in that order. `indices` is a list, an integer tensor, or a bool tensor [B]
-        that marks the rows to return."""
+        """Return the rows at `indices`: a list or tensor of row numbers, in that order, or a bool tensor [B]."""
         index = torch.as_tensor(indices)
         index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
         selected = {

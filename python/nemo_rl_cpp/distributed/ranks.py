@@ -81,8 +81,7 @@ class Ranks:
 
     @property
     def tensor_rank(self) -> int:
-        """This process's rank in its tensor-parallel group, and so the index of the slice of the model that it
-        holds."""
+        """The process's rank in its tensor-parallel group, which is the index of its slice of the model."""
         return 0 if self.tensor is None else self.tensor.rank
 
     @property
@@ -91,8 +90,8 @@ class Ranks:
         return self.rank == 0 and self.tensor_rank == 0
 
     def split(self, tensor_size: int) -> Ranks:
-        """Return this process's `Ranks` after the processes were split into tensor-parallel groups of `tensor_size`
-        consecutive ranks. Collective call."""
+        """Return this process's `Ranks` after dividing the processes into tensor-parallel groups of `tensor_size`
+        consecutive ranks. All processes must call this."""
         if tensor_size == 1:
             return self
         group, place = divmod(self.rank, tensor_size)
@@ -108,8 +107,7 @@ class Ranks:
         return None if self.communicator is None or self.meet is None else self.meet(self.members, "beside")
 
     def tensor_least(self, value: int) -> int:
-        """Return the minimum of `value` over the processes of this tensor-parallel group, so that all use the same
-        number."""
+        """Return the minimum of `value` over this tensor-parallel group, so that all its processes use one number."""
         if self.tensor is None:
             return value
         every = torch.empty(self.tensor_size, 1, dtype=torch.int64)
@@ -117,8 +115,7 @@ class Ranks:
         return int(every.min())
 
     def part(self, data: RaggedBatch) -> list[int]:
-        """Return the indices of the samples that this rank processes, for work whose result does not depend on how
-        samples are divided."""
+        """Return the indices of the samples that this rank processes, for work that does not depend on the division."""
         return deal(data, 0, data.size, self.size)[self.rank]
 
     def blocks(
@@ -165,7 +162,7 @@ class Ranks:
 
     def fail_together(self, error: Exception | None) -> None:
         """Raise `error` if it is not None, and OtherRankFailedError if another rank has passed an error, so that no
-        rank waits for a rank that has stopped. Collective call."""
+        rank waits for one that has stopped. All ranks must call this."""
         world = self.world or self.communicator
         failed = _sum(world, 0.0 if error is None else 1.0)
         if error is not None:
@@ -246,8 +243,7 @@ def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[l
 
 
 class Move(NamedTuple):
-    """A move of samples to another rank: the samples `rows` were generated on rank `source` and are trained on rank
-    `target`."""
+    """A move of the samples `rows` from rank `source`, which generated them, to rank `target`, which trains them."""
 
     rows: list[int]
     source: int
@@ -291,9 +287,8 @@ def prompt_lengths(data: RaggedBatch) -> list[int]:
 def generated_by(
     prompts: RaggedBatch, ranks: int, blocks: int | None, global_batch: int, in_turns: bool = False
 ) -> list[list[int]]:
-    """Return, for each of the `ranks` ranks, the rows of `prompts` whose responses it generates. Every `global_batch`
-    rows are divided into `blocks` gradient blocks (None: one per rank), which are assigned to ranks as in
-    `Ranks.blocks`."""
+    """Return, for each of the `ranks` ranks, the rows of `prompts` that it responds to. Every `global_batch` rows are
+    divided into `blocks` gradient blocks (None: one per rank), assigned to ranks as in `Ranks.blocks`."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for begin in range(0, prompts.size, global_batch):
         dealt = deal(prompts, begin, min(prompts.size, begin + global_batch), blocks or ranks)

@@ -1,5 +1,5 @@
 """Workers as Ray actors on one or more machines, one actor per device, in a placement group. Ray is imported only if it
-is configured. A Ray cluster is started if none is running, and shut down after the last `let_ray_go`."""
+is configured; a cluster is started if none is running, and shut down after the last `let_ray_go`."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ def ray_module() -> ModuleType:
 
 
 def ray_in_use() -> ModuleType | None:
-    """Return the module `ray` if this program has started or joined a Ray cluster, otherwise None. The call never
-    imports Ray."""
+    """Return the module `ray` if this program has started or joined a Ray cluster, otherwise None. Never import Ray."""
     ray = sys.modules.get("ray")
     return ray if ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized() else None
 
@@ -94,8 +93,7 @@ def hold_ray(cpus: int) -> ModuleType:
 
 
 def let_ray_go() -> None:
-    """End one use of Ray by `hold_ray`. If it was the last, shut Ray down, unless it ran before the first
-    `hold_ray`."""
+    """End one use of Ray by `hold_ray`. After the last, shut Ray down, unless it ran before the first."""
     with _lock:
         _held["holders"] -= 1
         if _held["holders"] == 0 and _held["ours"]:
@@ -104,8 +102,7 @@ def let_ray_go() -> None:
 
 
 def surroundings() -> tuple[str, dict[str, str]]:
-    """Return this process's working directory and its environment variables, except those that describe a machine or a
-    process."""
+    """Return the working directory and the environment variables, except those of a machine or a process."""
     kept = {name for name in os.environ if name not in _OF_A_MACHINE and not name.startswith(_OF_A_PROCESS)}
     return os.getcwd(), {name: os.environ[name] for name in sorted(kept)}
 
@@ -126,11 +123,10 @@ def enter(folder: str, variables: Mapping[str, str]) -> None:
 
 
 class ActorWorker(WorkerObjects):
-    """The objects of a worker in a Ray actor. Calls run in the main thread, because a user's loss may set signal
-    handlers."""
+    """The objects of a worker in a Ray actor. Calls run in its main thread: a user's loss may set signal handlers."""
 
     def start(self, surroundings: tuple[str, dict[str, str]], host: str, port: int, rank: int) -> Answer:
-        """Apply the run's working directory and environment variables (`surroundings`). Start to send heartbeats as
+        """Apply the run's working directory and environment variables (`surroundings`), and start to send heartbeats as
         rank `rank` to the TCP store at `host` and `port`.
 
         Return (the address at which other nodes reach this node, the process id)."""
@@ -189,8 +185,7 @@ class RayWorkers(Workers):
             raise
 
     def _all_started(self) -> list[tuple[str, int]]:
-        """Wait until all actors have started, and return each one's `start`. Raise WorkerLostError for one that has
-        not."""
+        """Wait until all actors have started; return their `start` results. Raise WorkerLostError if one has not."""
         given = (surroundings(), self.host, self._store.port)
         starting = [actor.start.remote(*given, rank) for rank, actor in enumerate(self._actors)]
         calls = [self._started(rank, "starting", reference) for rank, reference in enumerate(starting)]

@@ -35,8 +35,7 @@ class WorkerObjects:
     _ranks: "Ranks | None" = None
 
     def join(self, threads: int, **meeting: object) -> Answer:
-        """Set the number of threads, and join the rendezvous of the ranks: call `ranks.connect` with the arguments
-        `meeting`."""
+        """Set the number of threads, and join the rendezvous of the ranks: `ranks.connect(**meeting)`."""
 
         def make() -> None:
             import torch
@@ -94,8 +93,7 @@ class SocketWorker:
         self._objects = WorkerObjects()
 
     def run(self, join: dict) -> None:
-        """Join the rendezvous of the ranks (`WorkerObjects.join` with the arguments `join`), then answer calls until
-        the socket is closed."""
+        """Join the rendezvous of the ranks (`WorkerObjects.join`), then answer calls until the socket closes."""
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
         self._send("answer", -1, self._objects.join(**join))
@@ -129,15 +127,13 @@ class SocketWorker:
 
 
 def ignore_signals() -> None:
-    """Ignore the signals that schedulers send to every process of a job, because the run's main process handles
-    them."""
+    """Ignore the signals that schedulers send to all processes of a job: the run's main process handles them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 def main() -> None:
-    """Run a worker. Its arguments are a socket's file descriptor, the role, and the arguments of `WorkerObjects.join`
-    as JSON."""
+    """Run a worker. Its arguments: a socket's file descriptor, the role, and those of `WorkerObjects.join` as JSON."""
     fd, role, join = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     ignore_signals()
     if join["rank"] > 0 or role != "rank":

@@ -84,9 +84,8 @@ def is_done(result: object) -> bool:
 
 
 def as_raised(error: BaseException) -> BaseException:
-    """Return the exception that a Ray actor raised, freed from Ray's wrapper, with the actor's traceback as a note. If
-    user code raised it, its message is the actor's sentence for the user. Return an exception that is not from an actor
-    unchanged."""
+    """Return the exception that a Ray actor raised, without Ray's wrapper, with the actor's traceback as a note. If
+    user code raised it, its message is the actor's sentence for the user. Return other exceptions unchanged."""
     ray = sys.modules.get("ray")
     if ray is None or not isinstance(error, ray.exceptions.RayTaskError):
         return error
@@ -141,8 +140,7 @@ class WorkerCall(Future):
             self.on_event(*self.events.pop(0))
 
     def end(self, answer: Answer) -> None:
-        """Store the outcome of the call, which is in `answer`. If it is an error, add a note with the rank and the
-        worker's traceback."""
+        """Store the call's outcome `answer`; to an error add a note with the rank and the worker's traceback."""
         error = answer.error
         if error is not None:
             error = error if answer.told is None else as_user_error(error, answer.told)
@@ -175,8 +173,7 @@ class Workers(Protocol):
 
 
 def _depth(error: BaseException) -> int:
-    """Return how far an error is from the root cause: 0 for a lost worker, 1 for a rank's failure, 2 for its
-    consequence."""
+    """Return an error's distance from the root cause: 0 a lost worker, 1 a rank's failure, 2 a consequence of it."""
     from nemo_rl_cpp._native import C
 
     if isinstance(error, WorkerLostError):

@@ -62,10 +62,9 @@ def main(config: MasterConfig) -> EvalResult:
 def evaluate_policy(
     policy: PolicyInterface, tokenizer: TokenizerType, config: MasterConfig, longest: int
 ) -> EvalResult:
-    """Evaluate the current weights of a policy that is being trained. In `config`, the section `tokenizer` and the
-    model and precision of `generation` are ignored, because those of the policy are used. Conversations have at most
-    `longest` tokens, or `generation.vllm_cfg.max_model_len` if that is less. Raise ConfigError if `config` is
-    invalid."""
+    """Evaluate the current weights of a policy that is being trained, with its model, precision and tokenizer in place
+    of those in `config`. Conversations have at most `longest` tokens, or `generation.vllm_cfg.max_model_len` if that is
+    less. Raise ConfigError if `config` is invalid."""
     config = checked(config, MasterConfig)
     with _environment(config) as environment:
         loader = make_loader(config, tokenizer)

@@ -1,5 +1,4 @@
-"""The results of evaluations: pass@k and cons@k, estimated from n responses, with confidence intervals; a table, all
-samples as JSON, and comparisons of evaluations."""
+"""The results of evaluations: pass@k and cons@k of n responses with confidence intervals, and their comparison."""
 
 import json
 import math
@@ -69,8 +68,7 @@ _Z = 1.959963984540054  # 95 % of a normal distribution lie within this many sta
 
 
 def normal_interval(values: Sequence[float]) -> Interval:
-    """Return the 95 % interval of the mean of n >= 2 values: mean +- 1.96 s / sqrt(n), with s the standard
-    deviation."""
+    """Return the 95 % interval of the mean of n >= 2 values: mean +- 1.96 s / sqrt(n), s the standard deviation."""
     mean, half = math.fsum(values) / len(values), _Z * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean - half, mean + half)
 
@@ -163,8 +161,8 @@ _ROLLOUT = {
 
 
 def save_evaluation_data(samples: list[dict[str, object]], config: EvalMasterConfig, folder: Path) -> None:
-    """Write `evaluation_data.json` ({"evaluation_data": [one dictionary per response]}) and `config.json` (the settings
-    of the evaluation) into `folder`."""
+    """Write `evaluation_data.json` ({"evaluation_data": [one dictionary per response]}) and `config.json`, the
+    evaluation's settings, into `folder`."""
     wanted, generation = config.eval, config.generation
     folder.mkdir(parents=True, exist_ok=True)
     described: dict[str, object] = {"model_name": generation.model_name, "dataset_name": config.data.dataset_name}
@@ -250,8 +248,8 @@ def _mean(prompts: Sequence[Prompt]) -> float:
 
 
 def _changed(answers: Sequence[Sequence[Prompt]], sign: int) -> list[Sequence[Prompt]]:
-    """Return the prompts whose mean reward rose (`sign` 1) or fell (-1) from the first to the last evaluation, largest
-    first."""
+    """Return the prompts whose mean reward rose (`sign` 1) or fell (-1) between the first and the last evaluation, by
+    the size of the change."""
     found = [each for each in answers if sign * (each[-1].mean - each[0].mean) > 0]
     return sorted(found, key=lambda each: -abs(each[-1].mean - each[0].mean))
 

@@ -29,8 +29,7 @@ def fsync_path(path: Path | str) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename the file or folder `source` to `target`, and sync the parent folder, or both parent folders if they
-    differ."""
+    """Rename the file or folder `source` to `target`, and sync the parent folders to disk."""
     os.rename(source, target)
     fsync_path(target.parent)
     if source.parent != target.parent:
@@ -89,8 +88,7 @@ def writable(text: str) -> str:
 
 
 def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
-    """Sync every file and folder under `root` to disk, then write and return its manifest: sizes and SHA-256 of all
-    files.
+    """Sync all files and folders under `root` to disk, then write and return its manifest: files' sizes and SHA-256.
 
     The manifest is written last, so a valid manifest means that the folder is complete. It also stores `facts`."""
     paths = sorted(Path(folder) / name for folder, _, names in os.walk(root) for name in names)
@@ -153,8 +151,7 @@ def _manifest_files(root: Path) -> dict[str, tuple[int, str]]:
 
 
 def manifest_facts(root: Path) -> dict[str, Plain]:
-    """Return the `facts` that `seal_folder` stored in a folder's manifest, or an empty dictionary if the manifest
-    cannot be read."""
+    """Return the `facts` that `seal_folder` stored in a folder's manifest; {} if the manifest cannot be read."""
     return {key: value for key, value in json_object(root / MANIFEST).items() if key not in ("files", "digest")}
 
 

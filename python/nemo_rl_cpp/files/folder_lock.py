@@ -1,5 +1,4 @@
-"""A lock on a folder. The lock file names the process that holds the lock. The system releases the lock when the
-process ends, even in a crash."""
+"""A lock on a folder, with a lock file that names its holder. The system releases the lock when the process ends."""
 
 import contextlib
 import errno
@@ -28,12 +27,10 @@ class FolderInUseError(FolderError, RuntimeError):
 
 
 class FolderLock:
-    """A lock on a folder, held from construction until `close` or the end of the process. Forked children do not
-    inherit it.
+    """A lock on a folder, held from construction until `close` or the end of the process, not by forked children.
 
     Raise FolderInUseError with process, host and time if another run holds the lock, and FolderError if the folder
-    cannot be locked. `key` is the configuration key in error messages. If the file system has no locks, print a
-    warning."""
+    cannot be locked. `key` is the configuration key in error messages. Warn if the file system has no locks."""
 
     def __init__(self, folder: Path, key: str) -> None:
         from filelock import FileLock, Timeout  # importing takes 20 ms, which a run without checkpoints saves
@@ -63,8 +60,7 @@ class FolderLock:
 
 
 def holder_of(folder: Path) -> dict[str, Plain] | None:
-    """Return the process that holds a folder's lock (`pid`, `host`, `since`), from the lock file; None if the folder is
-    not locked."""
+    """Return the process that holds a folder's lock (`pid`, `host`, `since`); None if the folder is not locked."""
     from filelock import FileLock, Timeout
 
     path = folder / LOCK
@@ -80,8 +76,7 @@ def holder_of(folder: Path) -> dict[str, Plain] | None:
 
 
 def held_by(holder: dict[str, Plain]) -> str:
-    """Return a text about the process `holder` that holds a lock, such as "is in use by process 12 on host, since
-    ..."."""
+    """Return a text on the process `holder` of a lock, such as "is in use by process 12 on host, since ..."."""
     if "pid" not in holder:
         return "is in use by another process"
     if holder["pid"] == os.getpid() and holder.get("host") == socket.gethostname():
@@ -90,8 +85,7 @@ def held_by(holder: dict[str, Plain]) -> str:
 
 
 def make_folder(folder: Path, key: str) -> bool:
-    """Create a folder and its parents, and return whether it is new. If that fails, raise FolderError with `key` in the
-    message."""
+    """Create a folder and its parents, and return whether it is new. Raise FolderError, with `key`, if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=False)
         return True
@@ -104,8 +98,7 @@ def make_folder(folder: Path, key: str) -> bool:
 
 
 def folder_error(folder: Path, key: str, error: OSError) -> OSError | FolderError:
-    """Return a FolderError with key and folder in its message if the user can fix the error; otherwise return `error`
-    itself."""
+    """Return a FolderError with key and folder if the user can fix the error; otherwise return `error` itself."""
     if error.errno not in _MISTAKES:
         return error
     reason = "a file of that name is there" if error.errno == errno.EEXIST else (error.strerror or str(error))

@@ -1,4 +1,4 @@
-"""Saves nested plain data with tensors without pickle: in NAME.json and, for tensors, NAME.safetensors.
+"""Save nested plain data with tensors without pickle: in NAME.json and, for tensors, NAME.safetensors.
 
 write_state(folder / "sampler", {"cache": {"ids": tensor}, "counts": [1, 2]})
 read_state(folder / "sampler")"""
@@ -29,8 +29,7 @@ def write_state(path: Path, value: object) -> None:
 
 
 def read_state(path: Path) -> object:
-    """Return what `write_state` wrote, with the same types. Raise ValueError if `write_state` did not write the
-    files."""
+    """Return what `write_state` wrote, with the same types. Raise ValueError for files of another origin."""
     tree = json.loads(path.with_name(f"{path.name}.json").read_text(encoding="utf-8"))
     file = path.with_name(f"{path.name}.safetensors")
     try:

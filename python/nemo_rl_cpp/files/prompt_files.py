@@ -1,4 +1,4 @@
-"""Finds prompt, system-prompt and template files, in a source tree or an installed wheel."""
+"""Find prompt, system-prompt and template files, in a source tree or an installed wheel."""
 
 from pathlib import Path
 

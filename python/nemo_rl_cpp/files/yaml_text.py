@@ -1,4 +1,4 @@
-"""Writes plain data as YAML text (block style) that any YAML reader parses to the same types."""
+"""Write plain data as YAML text (block style) that any YAML reader parses to the same types."""
 
 import json
 import math

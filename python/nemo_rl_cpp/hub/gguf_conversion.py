@@ -1,4 +1,4 @@
-"""Converts the metadata of a GGUF file (ggml's docs/gguf.md) to a Hugging Face folder: config.json and the tokenizer.
+"""Convert the metadata of a GGUF file (ggml's docs/gguf.md) to a Hugging Face folder: config.json and the tokenizer.
 
 transformers' converter is not used, because it takes 4 s to import and would add a dependency to the extra `smollm2`.
 `models.gguf_weights` reads the tensors."""
@@ -73,7 +73,7 @@ NUMBERS = {
 
 
 def _value(reader: GGUFReader, key: str, default: Plain = None) -> Plain:
-    """Return the value of `key` in the file's metadata, or `default`. `{arch}` in it is the architecture."""
+    """Return the metadata's value of `key`, or `default`. In the key, `{arch}` is replaced by the architecture."""
     if "{arch}" in key:
         key = key.replace("{arch}", str(_value(reader, "general.architecture")))
     field = reader.fields.get(key)
@@ -140,8 +140,7 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
 
 
 def _add_recurrence(reader: GGUFReader, config: dict[str, Plain]) -> None:
-    """Set the sizes of Qwen3.5's gated delta nets and experts, and the number of layers without multi-token
-    prediction."""
+    """Set the sizes of Qwen3.5's gated delta nets and experts, and omit multi-token-prediction layers."""
     for source, name in RECURRENT_AND_EXPERTS.items():
         if (number := _value(reader, f"{{arch}}.{source}")) is not None:
             config[name] = int(number)
@@ -181,8 +180,7 @@ def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
 
 
 def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Plain]:
-    """Return rope_scaling of the type llama3 from `factors`, which divide RoPE's frequencies, and from RoPE's base
-    `theta`.
+    """Return rope_scaling of type llama3 from `factors`, which divide RoPE's frequencies, and RoPE's base `theta`.
 
     With low_freq_factor 1 and high_freq_factor 4, as in all Llama 3, a frequency of wavelength w is divided by 1 if w <
     original / 4, by `factor` if w > original, and else by 1 / ((1 - s) / factor + s) with s = (original / w - 1) / 3,
@@ -300,8 +298,7 @@ def _tokenizer(reader: GGUFReader) -> tuple[Tokenizer, list[str]]:
 
 
 def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json (with the chat template) and special_tokens_map.json into the
-    folder."""
+    """Write tokenizer.json, tokenizer_config.json (with the chat template) and special_tokens_map.json."""
     backend, control = _tokenizer(reader)
     tokens = _value(reader, "tokenizer.ggml.tokens")
     texts = {}

@@ -1,4 +1,4 @@
-"""Finds models: a folder, a GGUF file, a model inside a Python package, or a model on the Hugging Face Hub.
+"""Find models: a folder, a GGUF file, a model inside a Python package, or a model on the Hugging Face Hub.
 
 The result is always a Hugging Face folder on this machine."""
 
@@ -68,8 +68,7 @@ class ModelFolderError(SourceError):
 
 
 def cache_root() -> Path:
-    """Return this package's cache folder: NEMO_RL_CPP_CACHE, else XDG_CACHE_HOME/nemo_rl_cpp, else
-    ~/.cache/nemo_rl_cpp."""
+    """Return this package's cache folder: NEMO_RL_CPP_CACHE, else nemo_rl_cpp in XDG_CACHE_HOME or ~/.cache."""
     own = os.environ.get("NEMO_RL_CPP_CACHE")
     if own:
         return Path(own).expanduser()
@@ -133,9 +132,8 @@ def published_name(name: str) -> str:
 
 
 def check_is_no_file(name: str, key: str) -> None:
-    """Raise SourceError, whose message names the configuration key `key`, if `name` cannot be the name of a model on
-    the Hub: it is a file that is not a readable GGUF file, or it has the form of a path. The caller has checked that it
-    is not a folder."""
+    """Raise SourceError, with the configuration key `key`, if `name`, which is no folder, cannot be a model's name on
+    the Hub: it is a file that is not a readable GGUF file, or has the form of a path."""
     path = _expanded(name)
     if is_gguf(path):
         gguf_folder(path)
@@ -149,8 +147,7 @@ def check_is_no_file(name: str, key: str) -> None:
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the folder of a model if it is on this machine, otherwise None. Nothing is downloaded, and no weights are
-    converted."""
+    """Return a model's folder if it is on this machine, else None, without downloads or conversion of weights."""
     path = _expanded(name)
     if os.path.isdir(path):
         return path
@@ -172,8 +169,7 @@ def hub_cache(repo: str) -> Path:
 
 
 def is_cached(folder: Path) -> bool:
-    """Return whether a folder is in the Hub's local cache. A run downloads missing and newer files of such a folder if
-    the Hub answers."""
+    """Return whether a folder is in the Hub's local cache, so that a run updates it if the Hub answers."""
     return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
 
 
@@ -307,8 +303,7 @@ def _cached_folder(repo: str, files: Sequence[str]) -> Path | None:
 # -- GGUF files -----------------------------------------------------------------------------------------------------
 
 GGUF_FILE, GGUF_TABLE = "model.gguf", "model.gguf.json"
-"""Two file names in the model folder that is made for a GGUF file: the link to it, and the table of its tensors'
-positions."""
+"""Files in the model folder made for a GGUF file: the link to it, and the table of its tensors' positions."""
 _GGUF_VERSION = 1  # version of the conversion; folders of other versions are not used
 
 
@@ -443,8 +438,7 @@ def find_policy_weights(name: str) -> str:
 
 
 def _problem_of_weights(step: Path) -> str | None:
-    """Return what is wrong with the policy's weights in a checkpoint. Without a manifest only their existence is
-    checked."""
+    """Return what is wrong with the policy's weights in a checkpoint; without a manifest, whether they are missing."""
     if (step / MANIFEST).exists():
         return folder_problem(step, contents=False, within=f"{_WEIGHTS}/")
     return None if any((step / _WEIGHTS).glob("*")) else f"it has no files in {_WEIGHTS}"

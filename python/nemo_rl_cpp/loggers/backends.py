@@ -31,8 +31,7 @@ _LONGEST_CUT = 500  # MLflow may truncate parameter values that are longer
 
 
 def import_tracker(package: str) -> ModuleType:
-    """Import and return a tracker's Python package. If that fails, raise ValueError with the configuration key that
-    enables the tracker and with the install command."""
+    """Import and return a tracker's package. If that fails, raise ValueError with its key and install command."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -43,8 +42,7 @@ def import_tracker(package: str) -> ModuleType:
 
 
 class TrackerLogger(LoggerInterface):
-    """A backend that logs metrics through an experiment tracker's Python package. A subclass that logs only numbers
-    overrides `send`."""
+    """A backend that logs through an experiment tracker's package. A subclass for numbers alone overrides `send`."""
 
     package = staticmethod(import_tracker)
     name: str  # the name of the Python package
@@ -61,8 +59,8 @@ class TrackerLogger(LoggerInterface):
 
     @classmethod
     def given(cls, cfg: Section | Mapping[str, object] | None) -> dict[str, Plain]:
-        """Return {key: value} for the keys of `cfg` that have a value. A key whose value is the default is omitted if
-        the tracker's environment variable for it is set."""
+        """Return {key: value} for the keys of `cfg` that have a value. A key with its default is omitted if the
+        tracker's environment variable for it is set."""
         defaults = {key: field.default for key, field in cls.section.model_fields.items()}
         return {
             key: value
@@ -76,8 +74,7 @@ class TrackerLogger(LoggerInterface):
         remove. The new run records the name of the current one if the tracker can store it."""
 
     def accepted(self, name: str) -> str:
-        """Return the metric name `name` in a form that the tracker allows: characters that it forbids become `_`, and a
-        name that is too long is cut."""
+        """Return a metric's name as the tracker allows it: cut to length, with forbidden characters as `_`."""
         return re.sub(self.refused, "_", name)[:_LONGEST_NAME]
 
     @abstractmethod
@@ -100,8 +97,7 @@ class TrackerLogger(LoggerInterface):
         self.send(self.summary(name, to_plain(histogram)), step)
 
     def summary(self, name: str, values: Sequence[object]) -> dict[str, float]:
-        """Return {name in the tracker: number} of the mean, p50, p90 and max of the numbers among `values`, a value of
-        the metric `name`; {} if there are none."""
+        """Return {name in the tracker: number} of mean, p50, p90 and max of the numbers in `values`; else {}."""
         numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
         if not numbers:
             return {}
@@ -111,15 +107,13 @@ class TrackerLogger(LoggerInterface):
 
 
 class InitTracker(TrackerLogger):
-    """The base class for trackers whose package starts a run with `init(...)`. A run that resumes in the same log
-    folder continues its run in the tracker."""
+    """The base class for trackers whose package starts a run with `init(...)`. A resumed run continues it."""
 
     id_key = "id"  # the argument of `init`, and the attribute of its result, that identify a run
     folder_key = ""  # the argument of `init` for the folder of the tracker's files, if there is one
 
     def __init__(self, cfg: Section | Mapping[str, object] | None, log_dir: str) -> None:
-        """Start the tracker's run. The keys of `cfg`, the section `logger.NAME`, are arguments of the package's
-        `init`."""
+        """Start the tracker's run. The keys of `cfg`, the section `logger.NAME`, are arguments of `init`."""
         super().__init__(log_dir)
         self._options = self.given(cfg) | ({self.folder_key: log_dir} if self.folder_key else {})
         is_given = self.id_key == "id" and ("id" in self._options or os.getenv(self.variables["id"]))
@@ -168,8 +162,7 @@ class WandbLogger(InitTracker):
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         """Add `metrics` to the row of `step` in W&B, with names `prefix/name`; if they contain `step_metric`, their own
-        x axis, add them to the current row. W&B sends the row if `step_finished` is set, or when a later step
-        begins."""
+        x axis, to the current row. W&B sends the row if `step_finished`, or when a later step begins."""
         row = {self.accepted(name): to_plain(value) for name, value in prefixed(metrics, prefix, step_metric).items()}
         if step_metric and (step_metric in metrics or step_metric in row):
             self.run.log(row, commit=False)
@@ -182,8 +175,7 @@ class WandbLogger(InitTracker):
         self.run.config.update(to_plain(params), allow_val_change=True)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Log a histogram of the finite values. If they are all equal, log this value as a number instead, because a
-        histogram needs a range."""
+        """Log a histogram of the finite values; if they are all equal, which leaves no range, their value."""
         values = np.asarray(to_plain(histogram), dtype=np.float64).ravel()
         values = values[np.isfinite(values)]
         if values.size:
@@ -259,20 +251,18 @@ class MLflowLogger(TrackerLogger):
         self._use(run, step=None)
 
     def accepted(self, name: str) -> str:
-        """Return the metric name in the form that MLflow allows: special characters become `_`, and so do path parts
-        that are empty, `.` or `..`."""
+        """Return a metric's name as MLflow allows it, with `_` for special characters and for empty or dotted parts."""
         parts = [part if part.strip(".") else part.replace(".", "_") or "_" for part in name.split("/")]
         return super().accepted("/".join(parts)).rstrip("/")
 
     @classmethod
     def options(cls, cfg: MLflowConfig | Mapping[str, object] | None) -> dict[str, str]:
-        """Return the MLflow settings in use: those set in the section `cfg`, and for others MLflow's environment
-        variables."""
+        """Return the MLflow settings in use: those of the section `cfg`, else of MLflow's environment variables."""
         return {key: value for key, name in cls.variables.items() if (value := os.getenv(name))} | cls.given(cfg)
 
     def numbers(self, metrics: Metrics, prefix: str, step_metric: str | None) -> dict[str, float]:
-        """Return {name in MLflow: number}: numbers as they are, lists of numbers as mean, p50, p90 and max.
-        `prefix` is that of `log_metrics`; `step_metric` is ignored."""
+        """Return {name in MLflow: number}: each number, and of each list of numbers mean, p50, p90 and max. `prefix` is
+        that of `log_metrics`; `step_metric` is ignored."""
         row: dict[str, float] = {}
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
             number = scalar_of(value)

@@ -69,9 +69,9 @@ def get_next_experiment_dir(base_log_dir: str) -> str:
 
 
 def get_experiment_dir(base_log_dir: str, recorded: object = None, checkpoint: Path | None = None) -> str:
-    """Return the log folder for a run in `base_log_dir`. It is the folder `recorded` in the run's checkpoint (`log_dir`
-    in training_info.json) if that exists and belongs to the run. Otherwise it is a new folder, and a line is printed if
-    another folder was recorded.
+    """Return the log folder for a run in `base_log_dir`: the folder `recorded` in the run's checkpoint (`log_dir` in
+    training_info.json) if that exists and belongs to the run, otherwise a new one. Print a line if another was
+    recorded.
 
     Only the name of the folder is taken from the checkpoint, because a checkpoint may have been copied or moved. The
     folder belongs to the run if its ledger file has the same run number as the manifest of `checkpoint` (a folder
@@ -126,8 +126,7 @@ HYPERPARAMS = "hyperparams.json"
 
 
 class JsonlLogger(LoggerInterface):
-    """A backend that writes one line per call to metrics.jsonl: `{"step": 3, "train/loss": 0.1, ...}`, with sorted
-    names.
+    """A backend that writes one line per call to metrics.jsonl: `{"step": 3, "train/loss": 0.1, ...}`, sorted.
 
     Non-finite values are written as strings. Metrics with a separate x axis (`step_metric`, such as GPU samples by
     second) are written to system.jsonl. Each line is one write, so a killed process leaves at most an incomplete last

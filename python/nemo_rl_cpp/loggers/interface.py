@@ -36,12 +36,10 @@ class LoggerInterface(ABC):
         """Log the distribution of `histogram`, a list of values that may contain non-finite ones."""
 
     def flush(self) -> None:
-        """Write everything logged so far to disk. Called before a checkpoint is published. By default nothing is
-        buffered."""
+        """Write everything logged so far to disk, before a checkpoint is published. By default nothing is buffered."""
 
     def truncate_after(self, step: int) -> None:
-        """Remove the entries of steps after `step`, if the backend can. Called before a resumed run's first step. By
-        default the entries stay, because a tracker keeps the data sent to it."""
+        """Remove entries of steps after `step`, before a resumed run's first step. By default they stay."""
 
     def finish(self) -> None:
         """Close the backend. Called at the end of the run, possibly twice. By default there is nothing to close."""
@@ -64,8 +62,8 @@ def scalar_of(value: object) -> int | float | bool | str | None:
 
 
 def flatten_dict(d: Mapping[str, object], sep: str = ".", expand_lists: bool = True) -> dict[str, object]:
-    """Return a flat mapping with keys joined by `sep`: `{"a": {"b": [1, 2]}}` becomes `{"a.b.0": 1, "a.b.1": 2}`. With
-    `expand_lists=False`, lists remain values."""
+    """Return a flat mapping with keys joined by `sep`: `{"a": {"b": [1, 2]}}` becomes `{"a.b.0": 1, "a.b.1": 2}`.
+    Without `expand_lists`, lists remain values."""
     flat: dict[str, object] = {}
 
     def walk(value: object, key: str) -> None:

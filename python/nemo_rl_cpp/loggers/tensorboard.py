@@ -32,8 +32,8 @@ class TensorboardLogger(LoggerInterface):
     length u64, masked CRC-32C of the length, `Event` message, masked CRC-32C of the message."""
 
     def __init__(self, cfg: TensorboardConfig | Mapping[str, object] | None, log_dir: str | Path | None = None) -> None:
-        """Open the event file in `cfg.log_dir`, otherwise in `log_dir`. Runs may share `cfg.log_dir`: names of event
-        files then end in the name of the run's log folder."""
+        """Open the event file in `cfg.log_dir`, otherwise in `log_dir`. In `cfg.log_dir`, which runs may share, the
+        names of event files end in the name of the run's log folder."""
         given = as_model(cfg or {}, TensorboardConfig, "logger.tensorboard").log_dir
         self.log_dir = str(given or log_dir or "tensorboard")
         self._run = f".{Path(log_dir).absolute().parent.name}" if given and log_dir else ""

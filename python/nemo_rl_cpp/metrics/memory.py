@@ -1,5 +1,5 @@
-"""Memory and GPU use: the peak memory per phase, of the process (resident set) and of the GPU if one is in use, and a
-thread that samples the memory of the machine."""
+"""Memory and GPU use: the peak memory per phase, of the process (resident set) and of the GPU in use, and a thread that
+samples the memory of the machine."""
 
 import gc
 import os
@@ -45,8 +45,7 @@ def _kib(path: Path, key: str) -> int:
 
 
 def available_bytes() -> int:
-    """Return the bytes that can be allocated without swapping, within the memory limit of the container,
-    if it has one."""
+    """Return the bytes that can be allocated without swapping, within the container's memory limit, if any."""
     available = _kib(_MEMINFO, "MemAvailable") * 1024
     try:
         limit, used = _CGROUP_LIMIT.read_text().strip(), int(_CGROUP_USED.read_text())

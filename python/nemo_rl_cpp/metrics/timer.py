@@ -76,8 +76,8 @@ class Timer:
         return metrics
 
     def subscribe(self, observer: object) -> None:
-        """Call `observer.stage_started(label, depth)` and `observer.stage_stopped(label, depth)`, if they exist, for
-        every stage.
+        """Call `observer.stage_started(label, depth)` and `.stage_stopped(label, depth)`, if it has them, for each
+        stage.
 
         `depth` is the number of enclosing stages, not counting the step, so an outermost stage has depth 0."""
         self._observers.append(observer)

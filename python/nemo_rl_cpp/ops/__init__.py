@@ -129,8 +129,7 @@ def gae(
     reference_logprobs: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> TokenAdvantages:
-    """Return generalized advantage estimates over the valid tokens of each row, computed from the last token to the
-    first.
+    """Return generalized advantage estimates over the valid tokens of each row, from the last to the first.
 
         delta_t = r_t + gamma V_next - V_t,   A_t = delta_t + gamma lambda A_next,   returns_t = A_t + V_t
 

@@ -1,4 +1,4 @@
-"""Compares runs or evaluations side by side: tables in the terminal, and for runs the report page with all of them."""
+"""Compare runs or evaluations side by side: tables in the terminal, and for runs the report page with all of them."""
 
 import io
 import math
@@ -65,23 +65,20 @@ def different_folders(folders: Sequence[Path | str]) -> list[str]:
 
 
 def side_by_side(columns: Sequence[dict[str, str]]) -> Rows:
-    """Return the mappings `columns` as rows of a table: a row for each key of any of them, with one cell per
-    mapping."""
+    """Return the mappings `columns` as a table: a row for each key of any of them, one cell per mapping."""
     keys = dict.fromkeys(key for column in columns for key in column)
     return {key: [column.get(key, "–") for column in columns] for key in keys}
 
 
 def differing_keys(configs: Sequence[dict[str, Plain]], ignored: tuple[str, ...] = ()) -> Rows:
-    """Return a table row for each key whose value differs between `configs`, except keys that begin with one of
-    `ignored`."""
+    """Return a table row for each key whose value differs between `configs`, except with a prefix in `ignored`."""
     flat = [flatten_dict(config, expand_lists=False) for config in configs]
     rows = side_by_side([{key: text_of(value) for key, value in sorted(one.items())} for one in flat])
     return {key: row for key, row in sorted(rows.items()) if len(set(row)) > 1 and not key.startswith(ignored)}
 
 
 def run_folder(folder: Path) -> Path:
-    """Return `folder` if it has metrics, otherwise its newest exp_NNN with metrics. Raise ValueError without
-    metrics."""
+    """Return `folder`, or its newest exp_NNN, whichever has metrics. Raise ValueError if neither has."""
     if (folder / METRICS).is_file():
         return folder
     inside = [path for path in folder.glob("exp_*") if (path / METRICS).is_file() and path.name[4:].isdigit()]

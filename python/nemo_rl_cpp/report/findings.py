@@ -17,8 +17,7 @@ _NEARLY_ALL = 0.9
 
 
 class Finding(NamedTuple):
-    """A statement about a run, such as a warning. `level` is one of `LEVELS`; `advice` says what to do about it or why
-    it matters."""
+    """A statement about a run, of a level in `LEVELS`; `advice` says what to do about it or why it matters."""
 
     level: str
     title: str
@@ -67,8 +66,7 @@ def count(number: float, noun: str) -> str:
 
 
 def cause_of_no_signal(h: MetricHistory) -> str | None:
-    """Return the reason why (almost) no sample has a learning signal, with the configuration key to change; None if it
-    is unknown."""
+    """Return why (almost) no sample has a learning signal, with the configuration key to change; None: unknown."""
     for cause in (_groups_of_one, _prompts_cut, _cut_off, _constant_reward):
         if (found := cause(h)) is not None:
             return found
@@ -291,8 +289,7 @@ def prompts_cut(h: MetricHistory) -> Found:
 
 
 def _cut_costs_nothing(h: MetricHistory) -> bool:
-    """Return whether truncated responses earn about as much as all, or, if nearly all are truncated, whether the reward
-    rises."""
+    """Return whether truncated responses earn about as much as all, or if nearly all are, whether the reward rises."""
     cut, every, rate = (h.by_step(name) for name in ("train/reward_of_truncated", REWARD, CUT))
     steps = [step for step in cut if rate.get(step, 1.0) < 0.97 and step in every]
     if steps:
@@ -366,8 +363,7 @@ def value_quality(h: MetricHistory) -> Found:
 
 
 class Alerts:
-    """Warnings for the terminal, found by the rules of this module in the metrics of the steps that this process has
-    run.
+    """Warnings for the terminal, which this module's rules find in the metrics of this process's steps.
 
     The rules are applied from the third step on: at first after every step, later whenever the number of steps has
     grown by a twentieth, so that long runs spend almost no time on them."""

@@ -117,14 +117,12 @@ class MetricHistory:
         return dict(zip(*self.curve(name).finite()))
 
     def recent(self, *names: str) -> float | None:
-        """Return the mean of the last ten finite values of the first of `names` that has values; None if there are
-        none."""
+        """Return the mean of the last ten finite values of the first of `names` with values; None without values."""
         values = self.values(*names)[-10:]
         return math.fsum(values) / len(values) if values else None
 
     def trend(self, name: str) -> Trend | None:
-        """Return the change of the metric from the first to the last sixth of its values; None if it has fewer than six
-        values."""
+        """Return the change of the metric from the first to the last sixth of its values; None for fewer than six."""
         values = self.values(name)
         if len(values) < 6:
             return None
@@ -159,9 +157,9 @@ def packed(data: Plain) -> str:
 def metric_data(runs: Mapping[str, MetricHistory]) -> dict[str, Plain]:
     """Return {"runs": [{"name", "axes": [steps], "metrics": {name: entry}}]}, the data of the charts.
 
-    An entry is [axis, values], where `axis` is an index into `axes`. A single number instead of the values means a
-    constant. A long curve is divided into buckets of steps: its entry is [axis, the lowest and highest value of each
-    bucket, axis of the means, mean of each bucket]. Non-finite values are null."""
+    An entry is [axis, values], where `axis` is an index into `axes`; a single number as values means a constant. A long
+    curve is divided into buckets of steps: its entry is [axis, the lowest and highest value of each bucket, axis of the
+    means, mean of each bucket]. Non-finite values are null."""
     return {"runs": [_run(name, history) for name, history in runs.items()]}
 
 
@@ -190,8 +188,7 @@ def _run(name: str, history: MetricHistory) -> dict[str, Plain]:
 
 
 def downsample(xs: Sequence[float], ys: Sequence[float], limit: int = MOST_POINTS) -> tuple[list[float], list[float]]:
-    """Return the points (xs, ys) of a curve reduced to about `limit`: both ends, and the minimum and maximum of each
-    bucket of points."""
+    """Return a curve (xs, ys) reduced to about `limit` points: its ends, and each bucket's minimum and maximum."""
     if len(xs) <= limit:
         return list(xs), list(ys)
     keep: set[int] = {0, len(xs) - 1}

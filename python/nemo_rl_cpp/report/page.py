@@ -262,8 +262,8 @@ def _span(values: Sequence[float]) -> str:
 
 
 def tiles(history: MetricHistory, total_steps: int | None) -> list[tuple[str, str, str]]:
-    """Return (name, value, note), as text, of each figure at the top of the page. `total_steps` is the planned number
-    of steps; None: unknown."""
+    """Return (name, value, note), as text, of each figure at the top of the page. `total_steps`: planned; None:
+    unknown."""
     values = history.values
     tiles = [("steps", f"{history.last_step}", f"of {total_steps}" if total_steps else "")]
     if rewards := values("train/reward"):
@@ -286,8 +286,7 @@ def tiles(history: MetricHistory, total_steps: int | None) -> list[tuple[str, st
 
 
 def curves_section(panels: Sequence[Panel], histories: Sequence[MetricHistory]) -> str:
-    """Return the charts `panels` as HTML. Flat charts (`Panel.flat`) are collapsed under a line with their names and
-    values."""
+    """Return the charts `panels` as HTML. Flat ones (`Panel.flat`) are collapsed under their names and values."""
 
     def last(panel: Panel, of: Sequence[MetricHistory]) -> list[str]:
         curves = [history.curve(next(iter(panel.lines.values()))).values for history in of]
@@ -308,9 +307,9 @@ _STORED = ("title", "status", "message", "total_steps", "environment", "given")
 class ReportWriter:
     """A writer of `<log_dir>/report.html`, from metrics.jsonl and the rollout files in the folder.
 
-    `update()` after each step usually costs almost nothing: it writes the page at most every five seconds,
-    and rarely enough that writing takes less than 2 % of the time. The page is replaced atomically, so the file is
-    always complete, even after a crash. `write_report(log_dir)` writes it from the files alone."""
+    `update()` after each step usually costs almost nothing: it writes the page at most every five seconds, and for less
+    than 2 % of the time. The page is replaced atomically, so the file is always complete, even after a crash.
+    `write_report(log_dir)` writes it from the files alone."""
 
     def __init__(
         self, log_dir: Path | str, config: MasterConfig | None = None, total_steps: int | None = None,
@@ -373,8 +372,8 @@ def write_report(log_dir: Path | str) -> Path:
 
 
 def keys_set(config: MasterConfig) -> list[dict[str, Plain]]:
-    """Return {"key", "value", "where"} for each configuration key that is set on the command line, in a Python call or
-    in a file of the user."""
+    """Return {"key", "value", "where"} of each configuration key set on the command line or in a user's code or
+    file."""
     settings, positions = MetricHistory(settings=written(config)), config.positions
     rows: dict[str, dict[str, Plain]] = {}
     for key, where in positions.items():

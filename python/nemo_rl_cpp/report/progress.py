@@ -1,5 +1,4 @@
-"""A live line in the terminal with step, phase, reward, speed and time left. Without a terminal, plain lines are
-printed."""
+"""A live line in the terminal with step, phase, reward, speed and time left; without a terminal, plain lines."""
 
 import math
 import sys
@@ -87,8 +86,8 @@ class Progress(AbstractContextManager["Progress"]):
             stage(_FIRST[name])
 
     def stage_started(self, label: str, depth: int) -> None:
-        """Show the stage `label`, which a timer has started, as the current phase. Ignore a stage within another one
-        (`depth` above 0)."""
+        """Show the stage `label`, which a timer has started, as the phase; ignore stages within others (`depth` >
+        0)."""
         if depth == 0 and label != TOTAL:
             self.phase(label.removesuffix("/total"))
 

@@ -1,4 +1,4 @@
-"""Picks informative prompts from the rollout files of a few steps, each with all its responses."""
+"""Pick informative prompts from the rollout files of a few steps, each with all its responses."""
 
 import json
 import math
@@ -127,8 +127,8 @@ class SampleBook:
 
     def samples(self) -> list[Plain]:
         """Return {"kind", "step", "of", "groups"} for each step to show: at most `MAX_STEPS` training steps and as many
-        validation steps, chosen by `thinned`. "kind" is "train" or "val", "of" the number of the step's prompts, and
-        "groups" some of them."""
+        validation steps, chosen by `thinned`. "kind" is "train" or "val", "of" the number of the step's prompts,
+        "groups" some."""
         found: dict[str, list[tuple[int, Path]]] = {"train": [], "val": []}
         for path in self.log_dir.glob("*_data_step*.jsonl"):
             if match := _FILE.fullmatch(path.name):
@@ -189,8 +189,7 @@ class SampleBook:
         return shown | {"tokens": [texts[i] for i in kept]} | _columns(answer, kept)
 
     def _texts(self, tokens: Sequence[int]) -> list[str] | None:
-        """Return a text for each token, or None if one is unknown. Of a character's tokens the last one gets its
-        text."""
+        """Return a text per token, or None if one is unknown. A character's last token gets its text."""
         for token in tokens:
             if token not in self._bytes and self._token_bytes is not None:
                 self._bytes[token] = self._token_bytes(token)

@@ -25,8 +25,7 @@ def is_agent(environment: Environment | None) -> bool:
 
 
 def are_made_by_agents(batch: DatumBatch, task_to_env: Mapping[str, Environment]) -> bool:
-    """Return whether agents of the batch's environments make its rollouts. Raise ValueError if only some of the
-    environments do."""
+    """Return whether agents make the batch's rollouts. Raise ValueError if only some environments have agents."""
     tasks = set(batch["task_name"])
     agents = sorted(task for task in tasks if is_agent(task_to_env.get(task)))
     if agents and len(agents) < len(tasks):
@@ -44,9 +43,8 @@ def run_agent_rollouts(
 
     The returned message logs hold the prompts that the agent sent and the engine's responses; other keys are those of
     `run_multi_turn_rollout`. `mask_sample` marks rollouts that are not trained on: those that failed, sent no request,
-    or have a result that says so. Of several conversations in a rollout only the longest is trained on;
-    `agent_calls_left_out` counts the other calls. Raise RuntimeError if every rollout failed, and ValueError if the
-    policy has no server."""
+    or have a result that says so. Only the longest conversation of a rollout is trained on; `agent_calls_left_out`
+    counts the other calls. Raise RuntimeError if every rollout failed, ValueError if the policy has no server."""
     if not hasattr(policy, "begin_rollout"):
         raise ValueError(
             "the environment's agent asks the policy over HTTP: set policy.generation.expose_http_server=true"
@@ -121,8 +119,7 @@ def _attach(
 
 
 def message_log(chain: Sequence[Call], tokenizer: TokenizerType) -> LLMMessageLogType:
-    """Return `chain`, an agent's consecutive calls of the policy, as messages with the engine's token ids. Nothing is
-    tokenized again."""
+    """Return an agent's consecutive calls of the policy, `chain`, as messages with the engine's own token ids."""
     log: LLMMessageLogType = []
     before = 0
     for call in chain:

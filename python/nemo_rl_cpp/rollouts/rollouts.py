@@ -124,8 +124,8 @@ def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> Envir
 
 
 class EarlyScoring:
-    """The scoring of responses that end while others of the same turn are still generated. `calculate_rewards` scores
-    the rest.
+    """The scoring of responses that end while others of their turn are still generated (`calculate_rewards` scores
+    those).
 
     Only environments that score rows independently (`scores_rows_alone`) and run concurrently (`.remote`) take part, so
     rewards equal those of one call at the end. Rows that end while an environment is busy form its next call."""
@@ -142,11 +142,10 @@ class EarlyScoring:
         """(rows of the turn, future of `step`'s result), in the order of the calls."""
         self._latest: dict[str, Future] = {}
         self.is_possible = any(task in self._environments for task in active["task_name"])
-        """whether any row of this turn may be scored early"""
+        """Whether any row of this turn may be scored early."""
 
     def finished(self, rows: list[int], token_ids: list[list[int]]) -> None:
-        """Start to score the responses `token_ids` of the rows `rows`, which have ended. The engine calls this method
-        between its steps."""
+        """Start to score the responses `token_ids` of `rows`, which have ended. Called by the engine between steps."""
         for row, ids in zip(rows, token_ids, strict=True):
             task = self._active["task_name"][row]
             if task in self._environments:
@@ -174,8 +173,7 @@ def visible(message_log: LLMMessageLogType) -> LLMMessageLogType:
 
 
 def last_ids(message_log: LLMMessageLogType) -> list[int]:
-    """Return the last 64 token ids of a conversation (all if there are fewer): enough context to decode the tokens that
-    follow."""
+    """Return at most the last 64 token ids of a conversation, which suffice to decode the tokens that follow."""
     return torch.cat([message["token_ids"] for message in message_log])[-_ENOUGH_IDS:].tolist()
 
 
@@ -190,8 +188,7 @@ class Turn(NamedTuple):
 
 
 class Conversations:
-    """The conversations of a batch, turn by turn. In each turn `begin`, the engine, `respond`, the environments and
-    `observe` are called."""
+    """The conversations of a batch. Each turn calls `begin`, the engine, `respond`, the environments and `observe`."""
 
     def __init__(self, batch: DatumBatch, tokenizer: TokenizerType, max_seq_len: int) -> None:
         size = len(batch["message_log"])
@@ -205,8 +202,7 @@ class Conversations:
         self.masked: dict[int, bool] = {}
 
     def begin(self) -> Turn:
-        """Return the next turn: the rows of the conversations that have not ended, with their tokens as the engine's
-        inputs."""
+        """Return the next turn: the rows of unfinished conversations, with their tokens as the engine's inputs."""
         keys = ["message_log", "task_name", *PASSED_TO_GENERATION]
         known = BatchedDataDict({key: self.batch[key] for key in keys if key in self.batch})
         active = known.select_indices(self.active)
@@ -222,8 +218,7 @@ class Conversations:
         return Turn(active, inputs)
 
     def respond(self, turn: Turn, outputs: Answer) -> None:
-        """Append the engine's responses `outputs` to the conversations of the turn, and count their turns and
-        tokens."""
+        """Append the engine's responses `outputs` to the turn's conversations, and count turns and tokens."""
         generated = attach_responses(outputs, turn.active, self.tokenizer, turn.inputs.lengths)
         cut = turn.active["truncated"].tolist() if "truncated" in turn.active else [False] * len(generated)
         for row, ids, truncated in zip(self.active, generated, cut):
@@ -268,8 +263,8 @@ class Conversations:
         self.active = going_on
 
     def _mask(self, row: int, metadata: object) -> None:
-        """Record whether the environment excludes a conversation from training (`mask_sample`); the last turn
-        counts."""
+        """Record whether the environment excludes a conversation from training (`mask_sample`; the last turn
+        counts)."""
         if not isinstance(metadata, Mapping) or "mask_sample" not in metadata:
             return
         if metadata["mask_sample"] not in (True, False):
@@ -308,9 +303,9 @@ def repeat_prompts(
 ) -> DatumBatch:
     """Repeat every prompt `num_generations` times (copies are adjacent), with columns that distinguish the copies.
 
-    Three added columns are int64 [B * num_generations]: `group_id` (the index of the prompt in this batch), `draw_ids`
-    (`first_draw_id` + group_id, which counts prompts over the whole run) and `sample_index` (the index of the copy).
-    `stream` is a list with the argument `stream` for every copy."""
+    Three are int64 [B * num_generations]: `group_id` (the prompt's index in this batch), `draw_ids` (`first_draw_id` +
+    group_id, which counts prompts over the whole run) and `sample_index` (the index of the copy). A list `stream` has
+    the argument `stream` for every copy."""
     logs = batch["message_log"]
     others = type(batch)({key: value for key, value in batch.items() if key != "message_log"})
     repeated = others.repeat_interleave(num_generations)
@@ -357,8 +352,8 @@ def with_greedy_baseline(
     final_rewards: Callable[[Rollouts], torch.Tensor],
     prompts: DatumBatch,
 ) -> tuple[DatumBatch, dict[str, float]]:
-    """Call `roll_out` for one greedy response to each distinct prompt, and then for `prompts`. Return the batch and the
-    metrics of the second call with two additions.
+    """Call `roll_out` for a greedy response to each distinct prompt, then for `prompts`. Return the second batch and
+    metrics with two additions.
 
     The batch gets `reward_baseline` float32 [B], which the advantage estimator ReMax needs: the reward of the greedy
     response to the row's prompt after `final_rewards` (scaling and shaping). The metrics get `greedy_reward`, the mean

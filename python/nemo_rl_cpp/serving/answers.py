@@ -47,8 +47,8 @@ def usage(prompts: list[list[int]], samples: list[Sample]) -> Json:
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: int | str | None = None) -> Json:
-    """Return the body of an error response in OpenAI's format. `kind` is its field `type`, such as "server_error";
-    `param` names the invalid field of the request."""
+    """Return an error response's body in OpenAI's format. `kind` is its field `type`, such as "server_error"; `param`
+    is the request's invalid field."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

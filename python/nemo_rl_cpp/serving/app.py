@@ -140,8 +140,8 @@ class Conversation:
 
 
 class EventStream(StreamingResponse):
-    """A streamed HTTP response of the `events`. It ends when it is complete, at the deadline (a time of the event
-    loop's clock), or if the client disconnects. Its end closes `stack`, which holds what the request uses."""
+    """A streamed HTTP response of the `events`. It ends when complete, at the deadline (a time of the event loop's
+    clock), or if the client disconnects, and then closes `stack`, which holds what the request uses."""
 
     def __init__(
         self, events: AsyncIterator[bytes], headers: dict[str, str], stack: contextlib.AsyncExitStack, deadline: float
@@ -158,8 +158,7 @@ class EventStream(StreamingResponse):
 
 @dataclass
 class Service:
-    """The handlers of the server's routes. Requests must send `api_key` as `Authorization: Bearer`, unless it is
-    None."""
+    """The handlers of the server's routes. Requests must send `api_key` (None: no key) as `Authorization: Bearer`."""
 
     model: ServedModel
     api_key: str | None = None

@@ -1,4 +1,4 @@
-"""Converts conversations to token ids, and finds tool calls in the text of a response."""
+"""Convert conversations to token ids, and find tool calls in the text of a response."""
 
 from __future__ import annotations
 
@@ -83,8 +83,7 @@ def _call(text: str, begin: int, call_id: str) -> tuple[Call, int] | None:
 _PLACE = "9001place1009"  # digits and letters, which templates do not change
 ENOUGH_IDS = 32  # the last ids of a prompt that contain `<think>` and blank lines after it
 Turn = tuple[str, str, tuple[tuple[str, str], ...], str]
-"""A message in the form in which messages are compared: role, content without surrounding spaces, tool calls and
-reasoning."""
+"""A message in the form for comparison: role, content without surrounding spaces, tool calls, reasoning."""
 Tools = list[Mapping[str, object]]
 
 

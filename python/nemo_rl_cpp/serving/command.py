@@ -1,4 +1,4 @@
-"""Serves a model with the options of the command `serve`."""
+"""Serve a model with the options of the command `serve`."""
 
 import argparse
 import sys
@@ -11,8 +11,8 @@ from nemo_rl_cpp.serving.model import EngineSizes, Limits, load_model
 
 
 def serve(arguments: argparse.Namespace, key: str | None) -> int:
-    """Serve the model of the command line `arguments` until Ctrl-C or SIGTERM, with the bearer token `key` (None:
-    without one), and return the exit status."""
+    """Serve the model of the parsed `arguments` until Ctrl-C or SIGTERM, and return the exit status. `key` is the
+    bearer token, or None."""
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     listener = listen(arguments.host, arguments.port)  # fails before a model is loaded if the port is in use

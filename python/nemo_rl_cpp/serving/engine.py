@@ -103,8 +103,8 @@ class PendingRequest:
 
 @dataclass(frozen=True)
 class EngineState:
-    """The state of an engine: numbers of waiting and running requests and of KV-cache blocks, tokens generated since
-    the start, whether it is open, and the version of its weights."""
+    """An engine's numbers of waiting and running requests and of KV-cache blocks, tokens generated since the start,
+    whether it is open, and the version of its weights."""
 
     waiting: int
     running: int
@@ -150,8 +150,7 @@ class EngineThread:
             self._changed.notify_all()
 
     def cancel(self, request: PendingRequest) -> None:
-        """Drop a request; its callback `tell` is no longer called. Its KV-cache blocks are freed after the current
-        step."""
+        """Drop a request: `tell` is no longer called, and its KV-cache blocks are freed after the current step."""
         with self._changed:
             if request in self._new:
                 self._new.remove(request)

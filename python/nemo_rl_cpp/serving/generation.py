@@ -72,15 +72,13 @@ class ServedGeneration(GenerationInterface):
         return done
 
     def generate(self, data: Prompts, greedy: bool = False, **beside: object) -> Answer:
-        """Generate with the training loop's engine, as `NativeGeneration.generate` does with these arguments, while the
-        server's requests wait."""
+        """Generate with the loop's engine like `NativeGeneration.generate`, while the server's requests wait."""
         with self.model.engine.model_lock:
             return self.inner.generate(data, greedy, **beside)
 
     def generate_until(self, batch: RaggedBatch, pause: Pause, *given: object) -> Responses | None:
-        """Generate with the arguments and the result of `NativeGeneration.generate_until`. If responses have reached
-        the pause, close the server, because the weights are about to change; `prepare_for_generation` opens it
-        again."""
+        """Generate like `NativeGeneration.generate_until`. At the pause, close the server until the next
+        `prepare_for_generation`, because the weights are about to change."""
         with self.model.engine.model_lock:
             responses = self.inner.generate_until(batch, pause, *given)
         if responses is None:
@@ -88,8 +86,7 @@ class ServedGeneration(GenerationInterface):
         return responses
 
     def resume(self, *given: object) -> Responses | None:
-        """Continue the generation that `generate_until` has paused, and return as `NativeGeneration.resume` does, which
-        gets the arguments `given`. Meanwhile the server's requests wait."""
+        """Continue the paused generation like `NativeGeneration.resume`, while the server's requests wait."""
         with self.model.engine.model_lock:
             return self.inner.resume(*given)
 
@@ -116,8 +113,7 @@ class ServedGeneration(GenerationInterface):
         return self.address_with(self._folder.name)
 
     def address_with(self, tokenizer: str) -> ServerAddress:
-        """Return what a client needs to reach the server: its URL, key, model name and limits, and `tokenizer`, a
-        folder with the files of the tokenizer."""
+        """Return the server's URL, key, model name and limits for clients, and `tokenizer`, a folder with its files."""
         url, model = f"{self.server.url}/v1", self.model
         return ServerAddress(url, self.api_key, model.names[0], HEADER, tokenizer, model.max_model_len)
 
@@ -158,8 +154,7 @@ class ServedDedicatedGeneration(DedicatedGeneration):
         return self._ask("address_with", self._folder.name)[0]
 
     def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
-        """Return the key that a rollout's requests must send. For `name`, `stream` and `greedy` see
-        `ServedGeneration.begin_rollout`."""
+        """Return the key that a rollout's requests must send (see `ServedGeneration.begin_rollout`)."""
         return self._ask("begin_rollout", name, stream, greedy)[0]
 
     def end_rollout(self, key: str) -> Rollout:
@@ -188,9 +183,9 @@ def serve_policy(
     listener: socket.socket,
 ) -> ServedGeneration:  # fmt: skip
     """Start an HTTP server for the model, folder and tokenizer of `policy` at the socket `listener`, and return `inner`
-    as an engine that also answers over HTTP. The server answers requests once `prepare_for_generation` has been called.
-    `version` returns the step of the current weights; `seed` is the seed of sampling. `listener` is closed if the
-    server cannot start. Raise ValueError if the KV cache cannot hold a sequence of full length."""
+    as an engine that also answers over HTTP, from the first `prepare_for_generation` on. `version` returns the step of
+    the current weights; `seed` seeds sampling. `listener` is closed if the server cannot start. Raise ValueError if the
+    KV cache cannot hold a sequence of full length."""
     from nemo_rl_cpp.serving import app, http_server  # need the extra `serve`
 
     generation = config.generation

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn with h11, in a thread. And the reading of request bodies, up to a size and a time limit."""
+"""The HTTP server (uvicorn with h11 in a thread), and the reading of request bodies up to a size and a time limit."""
 
 import asyncio
 import json
@@ -33,9 +33,8 @@ def listen(host: str, port: int, where: str = "--host and --port") -> socket.soc
 
 
 class HttpServer:
-    """A server of an ASGI application on a listening socket, in a thread. If `log_level` is "error", uvicorn writes the
-    exceptions of handlers to stderr. If there are more than `most_connections`, requests are answered with status
-    503."""
+    """A server of an ASGI application on a listening socket, in a thread. With the `log_level` "error", uvicorn writes
+    exceptions of handlers to stderr. Beyond `most_connections`, requests get status 503."""
 
     def __init__(
         self,
@@ -79,8 +78,7 @@ class HttpServer:
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self) -> None:
-        """Stop accepting requests, wait briefly for unfinished ones, and end the server. Any thread may call it,
-        repeatedly."""
+        """Stop accepting requests, wait briefly for unfinished ones, and end. Any thread may call it, repeatedly."""
         self._server.should_exit = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * _END_SECONDS)
@@ -138,8 +136,7 @@ async def read_raw(request: Request, most_bytes: int, seconds: float) -> bytes:
 
 
 async def read_json(request: Request, most_bytes: int, seconds: float) -> object:
-    """Return the body of a request, parsed as JSON. Raise RequestError if it is invalid, or holds a lone surrogate or a
-    non-finite number."""
+    """Return a request's JSON body. Raise RequestError if invalid, or for lone surrogates and non-finite numbers."""
     raw = await read_raw(request, most_bytes, seconds)
 
     def no_constant(name: str) -> float:

@@ -63,8 +63,7 @@ class ServedModel:
         return bytes_of_token(self.tokenizer)
 
     def check_name(self, name: str | None) -> str:
-        """Return the model name that a request asks for, or the server's first name if `name` is None. Raise
-        RequestError if the name is unknown."""
+        """Return the requested model name (None: the server's first). Raise RequestError if it is unknown."""
         if name is not None and name not in self.names:
             raise RequestError(
                 f"the model `{name}` does not exist here: this server has `{self.names[0]}`", 404, "model"

@@ -64,9 +64,9 @@ class Rollouts:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def register(self, key: str, stream: int, sampling: Sampling, name: str | None = None) -> str:
-        """Add a rollout that a run will train on. Return its key: `key`, or a new one if `key` was already used. Its
-        requests are sampled from the random stream `stream` with the parameters `sampling`, seeded by `name` (None: by
-        the key)."""
+        """Add a rollout that a run will train on. Return its key: `key`, or a new one if `key` was already used.
+        Requests are sampled from the stream `stream` with the parameters `sampling`, seeded by `name` (None: by the
+        key)."""
         with self._lock:
             own, number = key, 1
             while own in self._registered or own in self._ended:
@@ -109,8 +109,7 @@ class Rollouts:
         return Draw((rollout.seed if seed is None else seed) & 0xFFFFFFFF, rollout.stream, draw_id, number)
 
     def gave_up(self, rollout: Rollout, prompt_ids: list[int], draw: Draw) -> None:
-        """Release the response index in `draw`, because the response failed or was cancelled. A retry then gets the
-        same samples."""
+        """Release the response index in `draw`, since the response failed, so that a retry gets the same samples."""
         with self._lock:
             rollout.drawn[_digest_of(rollout, prompt_ids)].discard(draw.number)
 

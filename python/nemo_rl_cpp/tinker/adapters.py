@@ -38,8 +38,7 @@ _TOKENS_AT_ONCE = 4096  # per forward pass with kept activations; a longer datum
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a LoRA model's adapters: their rank, and which matrices have adapters. `train_attn` includes
-    recurrent layers."""
+    """The shape of a LoRA model's adapters: rank and adapted matrices. `train_attn` includes recurrent layers."""
 
     rank: int
     train_mlp: bool = True
@@ -129,15 +128,14 @@ class TrainingState:
     optimizer_steps: int = 0
 
     def write_moments(self, *moments: Tensor) -> None:
-        """Write AdamW's moments exp_avg and exp_avg_sq, in this order, to the file `moments`, over the previous
-        ones."""
+        """Overwrite the file `moments` with AdamW's exp_avg and exp_avg_sq, in this order."""
         self.moments.seek(0)
         for moment in moments:
             self.moments.write(moment.numpy())
 
     def read_moments(self, *moments: Tensor) -> None:
-        """Fill the given tensors with AdamW's moments exp_avg and exp_avg_sq, in this order, from the file `moments`;
-        with zeros before the first optimizer step."""
+        """Fill the given tensors with AdamW's exp_avg and exp_avg_sq, in this order: with zeros before the first
+        optimizer step, otherwise from the file `moments`."""
         self.moments.seek(0)
         for moment in moments:
             if self.optimizer_steps == 0:
@@ -283,8 +281,7 @@ class AdaptedModel:
         return total, [row.float() for row in _of_rows(rows, scored[wanted])]
 
     def _score_prompts(self, rows: Sequence[Row], groups: Sequence[PromptGroup], width: int) -> list[Tensor]:
-        """Return the log-probabilities [length, width] of the targets in each group's prompt, computed once per
-        group."""
+        """Return the log-probabilities [length, width] of the targets in each group's prompt, computed once."""
         prompts = [
             Row(rows[group.begin].tokens[: group.length], rows[group.begin].targets[: group.length], torch.Size(), {})
             for group in groups
@@ -325,8 +322,7 @@ class AdaptedModel:
         self.lora.save(folder, self.native.trained_layout, adapter)
 
     def load(self, folder: Path) -> Tensor:
-        """Load and return adapters written by `save`. Raise ValueError if they belong to another base model or
-        shape."""
+        """Load and return adapters written by `save`. Raise ValueError for another base model or shape."""
         self._shown = None
         self.lora.load(folder, self.native)
         return self.native.masters.clone()

@@ -161,8 +161,7 @@ class Routes:
         return Response(status_code=_NO_CONTENT)
 
     async def keep_checkpoint(self, request: Request) -> Response:
-        """Handle a request to set a checkpoint's time to live: accept it without effect, because checkpoints do not
-        expire."""
+        """Accept, without effect, a request to set a checkpoint's time to live: checkpoints do not expire."""
         self.service.store.facts(self._place(request))
         return Response(status_code=_NO_CONTENT)
 

@@ -86,12 +86,11 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
         return self._core.worker.do(create)
 
     def create_training_client_from_state(self, path: str) -> APIFuture[TrainingClient]:
-        """Make a LoRA model from the checkpoint `path`, a tinker:// path, without its optimizer state. Return a future
-        of the model's `TrainingClient`."""
+        """Make a LoRA model from the checkpoint `path`, a tinker:// path, without its optimizer state."""
         return self._from_state(path, optimizer=False)
 
     def create_training_client_from_state_with_optimizer(self, path: str) -> APIFuture[TrainingClient]:
-        """Make a LoRA model from a checkpoint, with its optimizer state."""
+        """Make a LoRA model from the checkpoint `path`, a tinker:// path, with its optimizer state."""
         return self._from_state(path, optimizer=True)
 
     def create_sampling_client(self, model_path: str | None = None) -> APIFuture[SamplingClient]:
@@ -146,8 +145,7 @@ class TrainingClient:
         """Compute your own loss, and accumulate its gradient for the next optimizer step.
 
         `loss_fn(data, logprobs)` returns a scalar tensor and metrics; `logprobs` are the log-probabilities of the
-        targets of each datum. It runs in the thread that owns the models, so it must not wait for a call to a client.
-        """
+        targets of each datum. It runs in the models' thread, so it must not wait for a client."""
         return self._do(lambda core, model: core.forward_backward_custom(model, data, loss_fn))
 
     def optim_step(self, adam_params: AdamParams) -> APIFuture[dict[str, float]]:
@@ -163,8 +161,7 @@ class TrainingClient:
         return self._do(lambda core, model: core.load(model, Place.of(path), optimizer=False))
 
     def load_state_with_optimizer(self, path: str) -> APIFuture[None]:
-        """Load the adapters and the optimizer state of the checkpoint `path`, a tinker:// path, into this model. Return
-        a future, which completes when they are loaded."""
+        """Load the adapters and the optimizer state of the checkpoint `path`, a tinker:// path, into this model."""
         return self._do(lambda core, model: core.load(model, Place.of(path), optimizer=True))
 
     def save_weights_for_sampler(self, name: str) -> APIFuture[str]:
@@ -172,8 +169,7 @@ class TrainingClient:
         return self._do(lambda core, model: core.save(model, "sampler_weights", name))
 
     def save_weights_external(self, name: str) -> APIFuture[Path]:
-        """Save the adapters in PEFT's format, as the checkpoint `name`. Return a future whose result is their
-        folder."""
+        """Save the adapters in PEFT's format, as the checkpoint `name`; the result is their folder."""
         return self._do(lambda core, model: core.store.folder(Place.of(core.save(model, "external_weights", name))))
 
     def save_weights_and_get_sampling_client(self) -> APIFuture[SamplingClient]:
@@ -225,8 +221,7 @@ class SamplingClient:
         )
 
     def compute_logprobs(self, prompt: Tokens) -> APIFuture[list[float | None]]:
-        """Return a future of a list with the log-probability of each token of the prompt, given the preceding ones;
-        None for the first token."""
+        """Return a future of each prompt token's log-probability given the preceding ones (None for the first)."""
         tokens = tokens_of(prompt, "the prompt")
         return self._core.worker.do(lambda: self._core.prompt_logprobs(self._sampler, tokens))
 

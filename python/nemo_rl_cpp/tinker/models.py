@@ -209,10 +209,8 @@ class Models:
         return [None if place < first else logprob for place, logprob in enumerate(found)]
 
     def sample(self, sampler: Sampler, request: SampleRequest, draws: str, future: Future) -> None:
-        """Submit a request for samples. `future` later receives its SampleResponse.
-
-        Args:
-            draws: a text that seeds the sampling of a request without a seed."""
+        """Submit a request for samples. `future` later receives its SampleResponse; the text `draws` seeds the sampling
+        if the request has no seed."""
         prompt, params = request.prompt, request.params
         self.base.check_tokens(prompt, "the prompt", room=1)
         room, V = self.base.max_length - len(prompt), self.base.vocab_size
@@ -296,8 +294,8 @@ def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Seq
 
 
 def _tensor(given: object, what: str, length: int) -> Tensor:
-    """Return an input of the loss as a dense tensor [N] or [N, K], N = `length`; elements that a sparse one lacks are
-    0."""
+    """Return a loss input as a dense tensor [N] or [N, K], N = `length`, with 0 for missing elements of a sparse
+    one."""
     try:
         tensor = given.to_torch() if hasattr(given, "to_torch") else torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,5 +1,5 @@
-"""The service behind the routes. It finds sessions, models and samplers by name, and runs each request once and in
-order. It converts between the messages of Tinker's SDK and this package's types."""
+"""The service behind the routes. It finds sessions, models and samplers by name, runs each request once and in order,
+and converts between the messages of Tinker's SDK and this package's types."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
 
 
 def sample_request_of(request: types.SampleRequest) -> SampleRequest:
-    """Return the SDK's request for samples as a `SampleRequest`. Raise UserError for an option that is not
-    supported."""
+    """Return the SDK's request for samples as a `SampleRequest`. Raise UserError for an unsupported option."""
     for unknown in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
         if getattr(request, unknown):
             raise UserError(f"{unknown} is not here: leave it out")
@@ -94,8 +93,7 @@ def config_of(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:
 
 
 def encoded(result: object) -> bytes | dict:
-    """Return a result in the form that the SDK reads: a serialized protobuf message, or a dictionary that is sent as
-    JSON."""
+    """Return a result as the SDK reads it: a serialized protobuf message, or a dictionary to be sent as JSON."""
     if isinstance(result, SampleResponse):
         return _sample_response(result)
     if not isinstance(result, ForwardBackwardOutput):
@@ -206,8 +204,7 @@ class Service:
         return types.CreateSessionResponse(session_id=session_id)
 
     def heartbeat(self, request: types.SessionHeartbeatRequest) -> types.SessionHeartbeatResponse:
-        """Record that a session's client is alive. If the session is unknown, as after a restart of the server, create
-        it."""
+        """Record that a session's client is alive, and create an unknown session, as after the server's restart."""
         self.sessions.setdefault(request.session_id, Session()).seen = time.monotonic()
         return types.SessionHeartbeatResponse()
 

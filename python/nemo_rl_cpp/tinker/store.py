@@ -79,8 +79,7 @@ class Store:
         return self.root / place.run / place.kind / place.name
 
     def facts(self, place: Place) -> Facts:
-        """Return the metadata of the checkpoint at `place`, such as the base model. Raise UserError if there is
-        none."""
+        """Return the metadata of the checkpoint at `place`, such as its shape. Raise UserError if there is none."""
         found = manifest_facts(self.folder(place))
         if not found:
             raise UserError(f"there is no checkpoint {place.path}")

@@ -1,6 +1,5 @@
-"""The arguments and results of the clients. Names and fields are those of the SDK's `tinker.types`. Objects of the SDK
-are accepted, too. The built-in losses are sums over tokens, computed from log-probabilities and the other inputs of a
-datum."""
+"""The arguments and results of the clients, with the names and fields of the SDK's `tinker.types`, whose objects are
+accepted, too. The built-in losses are sums over tokens, of log-probabilities and a datum's other inputs."""
 
 from __future__ import annotations
 
@@ -186,8 +185,7 @@ FACTORS = {"cross_entropy": "weights"} | dict.fromkeys(("importance_sampling", "
 
 
 def loss_of(name: str, config: Mapping[str, float | str]) -> tuple[Loss, tuple[str, ...], dict[str, float]]:
-    """Return (loss function, names of its inputs, its configuration with defaults). Raise UserError for an unknown loss
-    or key."""
+    """Return (loss, its required inputs, its configuration with defaults). Raise UserError if a name is unknown."""
     if name not in LOSSES:
         raise UserError(f"the loss {name!r} is not here: take one of {', '.join(LOSSES)}, or forward_backward_custom")
     loss, needed, defaults = LOSSES[name]

@@ -164,8 +164,7 @@ class Worker:
             return self.futures[request_id]
 
     def submit_in_turn(self, model: Turns, seq: int, run: Callable[[], object]) -> str:
-        """Run request number `seq` of a model once, after all requests with lower numbers. Return the id of the
-        request."""
+        """Run request number `seq` of a model once, after those with lower numbers, and return the request's id."""
         request_id = f"{model.id}:{seq}"
         with self._changed:
             if request_id in self.futures:
@@ -257,8 +256,7 @@ class Worker:
             job.future.set_result(result)
 
     def _let_sample(self) -> None:
-        """Run steps of the sampler whose turn it is, until it is idle, its turn ends, or a new request for samples
-        arrives."""
+        """Step the sampler whose turn it is, until it is idle, its turn ends, or a new request for samples arrives."""
         if not self._busy:
             return
         sampler, begin = self._busy[0], time.monotonic()

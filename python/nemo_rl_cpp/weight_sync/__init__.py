@@ -25,8 +25,7 @@ class WeightSynchronizer(Protocol):
     Before the first `sync_weights` they are stale."""
 
     def sync_weights(self, *, timer: Timer | None = None) -> dict[str, float | str | None]:
-        """Update the engine's weights if they are stale. Return metrics of the transfer, which are logged with the
-        step."""
+        """Update the engine's weights if they are stale. Return the transfer's metrics, which the step logs."""
 
     def mark_stale(self) -> None:
         """Record that the policy has been trained, so that the engine's weights are stale."""
@@ -59,7 +58,7 @@ class CheckedWeights(WeightSynchronizer):
 
 
 class SharedWeights(CheckedWeights):
-    """A synchronizer for an engine that reads the policy's own weights in memory. It copies nothing and only compares
+    """A synchronizer for an engine that reads the policy's weights in memory: it copies nothing, only compares
     digests."""
 
     def sync_weights(self, *, timer: Timer | None = None) -> RefitMetrics:

@@ -55,7 +55,7 @@ def train(folder, callbacks, **more):
     ("step 1", "validation 0, step 1, validation 1, checkpoint 1 saved, end 1 finished"),
     ("checkpoint 2 saved", "validation 0, step 1, step 2, checkpoint 2 saved, end 2 finished"),
 ])  # fmt: skip
-def test_callbacks_are_called_at_each_event_of_a_run_and_can_stop_it(tmp_path, stop_at, said, capsys):
+def test_callbacks_are_called_at_each_event_of_a_run_and_can_stop_the_run(tmp_path, stop_at, said, capsys):
     heard = Heard(stop_at)
     train(tmp_path, heard, checkpointing__save_period=2)
     assert ", ".join(heard.said) == said
@@ -75,7 +75,7 @@ def test_run_stopped_by_a_callback_continues_with_resume_true(tmp_path, monkeypa
     assert "steps on rows given from Python" in card
 
 
-def test_failing_callback_ends_the_run_with_an_error_that_names_it(tmp_path, capsys):
+def test_failing_callback_ends_the_run_with_an_error_that_names_the_callback(tmp_path, capsys):
     class Broken(nemo_rl_cpp.Callback):
         def on_step(self, event):
             raise KeyError("mine")
@@ -88,7 +88,7 @@ def test_failing_callback_ends_the_run_with_an_error_that_names_it(tmp_path, cap
     assert "warning: callback Broken.on_end failed with RuntimeError: after failed" in capsys.readouterr().err
 
 
-def test_on_end_of_every_callback_is_called_even_if_an_earlier_one_fails(tmp_path, capsys):
+def test_on_end_of_every_callback_is_called_even_if_an_earlier_callback_fails(tmp_path, capsys):
     class Broken(nemo_rl_cpp.Callback):
         def on_end(self, event):
             raise RuntimeError("mine")
@@ -111,7 +111,7 @@ def test_ctrl_c_during_the_upload_to_the_hub_cancels_only_the_upload(tmp_path, m
     assert heard.said[-1] == "end 3 finished" and "hub not uploaded: the upload to org/x was interrupted" in said
 
 
-def test_resume_true_requires_a_checkpoint_and_resume_false_rejects_one(tmp_path):
+def test_resume_true_requires_a_checkpoint_and_resume_false_forbids_one(tmp_path):
     with pytest.raises(ValueError, match="checkpointing.resume=must, but .* holds no checkpoint"):
         train(tmp_path, None, resume=True)
     train(tmp_path, None, resume=False)
@@ -131,7 +131,7 @@ class Hub:
 
 
 @pytest.mark.parametrize("name", ["org/taken", "org/refused"])
-def test_push_to_hub_uploads_the_finished_run_or_reports_why_it_cannot(tmp_path, monkeypatch, capsys, name):
+def test_push_to_hub_uploads_the_finished_run_or_reports_why_the_upload_failed(tmp_path, monkeypatch, capsys, name):
     monkeypatch.setattr(hub_upload, "can_push", lambda: True)
     monkeypatch.setattr("nemo_rl_cpp.checks.folders.can_push", lambda: True)
     monkeypatch.setattr("huggingface_hub.HfApi", lambda token: Hub())
@@ -149,7 +149,7 @@ def test_push_to_hub_uploads_the_finished_run_or_reports_why_it_cannot(tmp_path,
     assert result.push_to_hub("org/again", client=Hub()) == "https://huggingface.co/org/again" and len(Hub.sent) == 2
 
 
-def test_push_to_hub_without_token_or_checkpoints_is_rejected(tmp_path, monkeypatch):
+def test_push_to_hub_without_a_token_or_checkpoints_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.checks.folders.can_push", lambda: False)
     said = "checkpointing.push_to_hub is org/x, but this machine has no token of the hub: log in"
     with pytest.raises(ValueError, match=said):
@@ -161,7 +161,7 @@ def test_push_to_hub_without_token_or_checkpoints_is_rejected(tmp_path, monkeypa
         nemo_rl_cpp.train_grpo("tiny-random", ROWS, lambda completions: 0, **options)
 
 
-def test_resume_without_optimizer_state_warns_that_the_optimizer_starts_fresh(tmp_path):
+def test_resume_without_saved_optimizer_state_gives_a_warning(tmp_path):
     train(tmp_path, Heard("step 1"), checkpointing__save_optimizer=False)
     with pytest.warns(UserWarning, match="the policy optimizer starts fresh, with new moments"):
         train(tmp_path, None, resume=True, checkpointing__save_optimizer=False)

@@ -31,14 +31,14 @@ def model(result):
     return nemo_rl_cpp.load(result.config.checkpointing.checkpoint_dir)
 
 
-def test_loaded_model_generates_the_same_texts_as_the_training_result(result, model):
+def test_model_loaded_from_a_checkpoint_generates_the_same_texts_as_the_training_result(result, model):
     assert model.generate(EIGHT[:1] + ["3="], max_new_tokens=3) == result.generate(EIGHT[:1] + ["3="])
     assert model.precision == "float32" and repr(model).endswith("', float32, up to 512 tokens)")
     assert model.chat("12=", max_new_tokens=3) == result.chat("12=") == result.generate("12=")[0]
     assert model._repr_html_().startswith("<p>LoadedModel(")
 
 
-def test_generation_options_have_the_same_effect_on_a_training_result_and_a_loaded_model(result, model):
+def test_generation_options_have_equal_effects_on_training_results_and_loaded_models(result, model):
     drawn = result.generate(["12=", "3="], n=6, temperature=1.0)
     assert [len(texts) for texts in drawn] == [6, 6] and len(set(drawn[0])) > 1
     assert result.generate(["12=", "3="], n=6, temperature=1.0) == drawn
@@ -68,7 +68,7 @@ def test_generation_options_have_the_same_effect_on_a_training_result_and_a_load
     ({"greedy": True, "temperature": 0.5}, "greedy=True takes no temperature"),
     ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
 ])  # fmt: skip
-def test_invalid_generation_options_are_rejected(model, options, words):
+def test_invalid_generation_options_are_errors(model, options, words):
     if words == "n=2":  # sampled, since n asks for it
         assert len(model.generate("12=", max_new_tokens=1, **options)[0]) == 2
         return
@@ -76,14 +76,14 @@ def test_invalid_generation_options_are_rejected(model, options, words):
         model.generate("12=", **options)
 
 
-def test_chat_rejects_a_request_for_several_responses(model):
+def test_chat_raises_if_several_responses_are_requested(model):
     with pytest.raises(ValueError, match="^chat gives one answer and takes no n: use generate"):
         model.chat("12=", n=2)
     with pytest.raises(ValueError, match="message is .*: give a text, or call generate with the conversation"):
         model.chat([{"role": "user", "content": "12="}])
 
 
-def test_evaluate_ends_responses_at_the_stop_strings_of_training(result, monkeypatch):
+def test_evaluate_ends_responses_at_the_stop_strings_used_in_training(result, monkeypatch):
     monkeypatch.setattr(result.config.policy.generation, "stop_strings", list("0123456789+-*/=. "))
     found = nemo_rl_cpp.evaluate(result, ROWS[:2], share_right, max_new_tokens=2)
     assert all(len(sample["response"]) <= 1 for sample in found.samples)

@@ -38,20 +38,20 @@ def files(tmp_path, monkeypatch):
     ],
     ids=["list", "tuple", "iterator", "generator", "columns", "columns of tuples", "frame", "dataset", "series", "arrays", "iterable dataset"],
 )  # fmt: skip
-def test_train_grpo_reads_rows_from_every_kind_of_table(given):
+def test_train_grpo_accepts_prompts_from_every_supported_table_type(given):
     assert rows_of(given, "prompts") == ROWS
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "disk"])
-def test_train_grpo_reads_rows_from_a_path_of_every_file_format(files, name):
+def test_train_grpo_accepts_prompts_from_a_file_of_every_supported_format(files, name):
     assert rows_of(name, "prompts") == rows_of(files / name, "prompts") == rows_of(str(files / name), "prompts") == ROWS
 
 
-def test_each_line_of_a_text_file_is_a_prompt(files):
+def test_each_line_of_a_text_file_is_one_prompt(files):
     assert rows_of("lines.txt", "prompts") == [{"prompt": "1+1="}, {"prompt": "2+2="}]
 
 
-def test_text_file_rows_are_split_only_at_newlines(tmp_path):
+def test_prompts_in_a_text_file_are_split_only_at_newlines(tmp_path):
     (tmp_path / "lines.txt").write_bytes("a\u2028b\x85c\x0cd\r\ne".encode())
     assert [row["prompt"] for row in rows_of(tmp_path / "lines.txt", "prompts")] == ["a\u2028b\x85c\x0cd", "e"]
 
@@ -66,7 +66,7 @@ def test_text_file_rows_are_split_only_at_newlines(tmp_path):
         ("Is 3.5 > 2.txt\nor not", ["Is 3.5 > 2.txt\nor not"]), (" 1+1= ", [" 1+1= "]),
     ],
 )  # fmt: skip
-def test_each_string_or_conversation_is_one_prompt(files, given, prompts):
+def test_each_string_or_conversation_in_a_list_is_one_prompt(files, given, prompts):
     assert [row["prompt"] for row in rows_of(given, "prompts")] == prompts
 
 

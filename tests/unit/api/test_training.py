@@ -23,7 +23,7 @@ def run(tmp_path, prompts=ROWS, reward=share_right, **options):
     return nemo_rl_cpp.train_grpo("tiny-random", prompts, reward, **settings | options)
 
 
-def test_train_grpo_on_rows_returns_step_metrics_rewards_and_validations(tmp_path):
+def test_train_grpo_returns_step_metrics_rewards_and_validation_results(tmp_path):
     result = run(tmp_path, validation=ROWS[:3])
     assert [row["step"] for row in result.history] == [1, 2]
     assert len(result.rewards) == 2 and all(0 <= reward <= 1 for reward in result.rewards)
@@ -32,7 +32,7 @@ def test_train_grpo_on_rows_returns_step_metrics_rewards_and_validations(tmp_pat
     assert result.log_dir.is_relative_to(tmp_path) and "<iframe" in result._repr_html_()
 
 
-def test_prompts_that_are_strings_are_continued_and_conversations_use_the_chat_template(tmp_path):
+def test_string_prompts_are_continued_as_text_and_conversations_use_the_chat_template(tmp_path):
     seen = []
 
     def reward(prompts, completions):
@@ -65,7 +65,7 @@ def test_policy_saved_from_python_loads_again_with_identical_weights(tmp_path):
     assert again.generate(["12="]) == result.generate(["12="])
 
 
-def test_second_train_grpo_call_with_the_same_checkpoint_dir_resumes(tmp_path):
+def test_second_train_grpo_call_with_the_same_checkpoint_dir_resumes_the_run(tmp_path):
     run(tmp_path, num_steps=2, checkpoint_dir=tmp_path / "c")
     result = run(tmp_path, num_steps=3, checkpoint_dir=tmp_path / "c")
     assert [row["step"] for row in result.history] == [3]
@@ -81,14 +81,14 @@ CHAT = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
     ({"prompts": [CHAT], "policy__tokenizer__chat_template": "{{ messages[1].content }}"}, r"^prompt 0: the chat template leaves out message 0"),
     ({"prompts": [{"prompt": CHAT, "tools": 3}]}, r"^prompt 0: 'tools' must be a list of JSON schemas"),
 ])  # fmt: skip
-def test_train_grpo_checks_every_prompt_before_the_model_is_loaded(tmp_path, monkeypatch, arguments, words):
+def test_train_grpo_validates_every_prompt_before_the_model_is_loaded(tmp_path, monkeypatch, arguments, words):
     monkeypatch.setattr("nemo_rl_cpp.algorithms.parts.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=words):
         run(tmp_path, reward=lambda completions, **_: [0.0] * len(completions), **arguments)
 
 
 @pytest.mark.parametrize("model", [None, "", 3, b"m", "a\0b", object()])
-def test_model_argument_that_is_neither_name_nor_folder_is_rejected(model):
+def test_model_argument_that_is_neither_a_model_name_nor_a_folder_is_an_error(model):
     with pytest.raises(ValueError, match="it must be a folder, a packaged model, or a name on the hub"):
         nemo_rl_cpp.train_grpo(model, ROWS, share_right)
 
@@ -110,7 +110,7 @@ def test_train_grpo_reports_configuration_errors_and_warnings_before_the_model_i
     assert run(tmp_path) == "trained" and "warning: slow\n" in capsys.readouterr().err
 
 
-def test_training_responses_end_at_a_stop_string(tmp_path):
+def test_training_responses_end_at_the_configured_stop_string(tmp_path):
     lengths = []
 
     def reward(completions):
@@ -141,7 +141,7 @@ def captured(monkeypatch, call, reward_funcs=share_right, **options):
     return call("tiny-random", ROWS, reward_funcs, num_prompts_per_step=1, max_new_tokens=3, max_length=16, **options)
 
 
-def test_gdpo_applies_each_reward_weight_once(tmp_path, monkeypatch):
+def test_gdpo_applies_each_reward_weight_exactly_once(tmp_path, monkeypatch):
     from nemo_rl_cpp.algorithms.advantage_estimator import make_estimator
     from nemo_rl_cpp.rollouts.rollouts import Conversations
 
@@ -179,12 +179,12 @@ def own_loss(next_token_logprobs):
 
 
 @pytest.mark.parametrize("uses_critic", [True, False])
-def test_key_uses_critic_decides_whether_a_run_with_a_custom_estimator_trains_a_critic(monkeypatch, uses_critic):
+def test_critic_is_trained_with_a_custom_estimator_only_if_uses_critic_is_true(monkeypatch, uses_critic):
     options = dict(adv_estimator=own_estimator, num_generations=2, ppo__adv_estimator__uses_critic=uses_critic)
     assert captured(monkeypatch, nemo_rl_cpp.train_ppo, **options)[0].has_critic == uses_critic
 
 
-def test_checkpoint_configuration_names_the_custom_loss_and_estimator_objects(tmp_path):
+def test_configuration_in_a_checkpoint_names_custom_loss_and_estimator_objects(tmp_path):
     import yaml
 
     result = run(tmp_path, num_steps=1, adv_estimator=own_estimator, loss_fn=own_loss, checkpoint_dir=tmp_path / "c")
@@ -193,7 +193,7 @@ def test_checkpoint_configuration_names_the_custom_loss_and_estimator_objects(tm
     assert "own_estimator (given from Python)" in (result.log_dir / "report.html").read_text()
 
 
-def test_train_grpo_saves_checkpoints_if_configuration_keys_enable_it(tmp_path, monkeypatch):
+def test_train_grpo_saves_checkpoints_if_checkpointing_is_enabled_by_keywords(tmp_path, monkeypatch):
     options = {"checkpointing__enabled": True, "checkpointing__checkpoint_dir": "b", "checkpointing__save_period": 5}
     checkpointing = captured(monkeypatch, nemo_rl_cpp.train_grpo, **options)[0].checkpointing
     assert (checkpointing.enabled, checkpointing.checkpoint_dir, checkpointing.save_period) == (True, "b", 5)

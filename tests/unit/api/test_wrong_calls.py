@@ -138,7 +138,7 @@ def test_invalid_train_ppo_call_is_a_one_line_error_before_training(tmp_path, mo
     one_sentence(caught, words)
 
 
-def test_suggestions_for_keywords_of_trl_are_those_of_the_document():
+def test_suggested_replacements_of_trl_keywords_equal_those_in_the_trl_migration_guide():
     rows = (Path(__file__).parents[3] / "docs" / "coming-from-trl.md").read_text().splitlines()
     for theirs, ours in _OF_TRL.items():
         row = next(row for row in rows if re.search(rf"\b{theirs}\b", row) and row.startswith("|"))
@@ -149,7 +149,7 @@ async def late(text):
     return float(len(text))
 
 
-def test_reward_function_that_returns_a_coroutine_as_reward_is_a_one_line_error_that_names_it(tmp_path):
+def test_reward_function_that_returns_a_coroutine_is_a_one_line_error_that_names_the_function(tmp_path):
     def mine(completions):
         return [late("a"), *[1.0] * (len(completions) - 1)]
 

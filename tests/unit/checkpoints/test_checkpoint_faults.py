@@ -171,7 +171,9 @@ def die_at_every_call(folder: Path, death: str, step: int, mark: str) -> tuple[i
 @pytest.mark.slow
 @pytest.mark.parametrize("death", ["killed", "power"])
 @pytest.mark.parametrize("step, mark", [(3, "three"), (2, "two again")], ids=["new_step", "same_step"])
-def test_checkpoint_save_killed_at_any_system_call_leaves_a_complete_checkpoint(tmp_path, elsewhere, death, step, mark):
+def test_process_killed_at_any_system_call_of_a_save_leaves_a_complete_checkpoint(
+    tmp_path, elsewhere, death, step, mark
+):
     at, lived, outcomes = elsewhere(die_at_every_call, tmp_path, death, step, mark)
     assert lived and at > 40, f"only {at} calls were seen: the fault injection does not reach the save"
     assert outcomes == {(2, "two"), (step, mark)}
@@ -179,7 +181,7 @@ def test_checkpoint_save_killed_at_any_system_call_leaves_a_complete_checkpoint(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step, mark", [(3, "three"), (2, "two again")], ids=["new_step", "same_step"])
-def test_disk_that_fills_up_at_any_system_call_of_a_save_leaves_a_complete_checkpoint(tmp_path, fill, step, mark):
+def test_full_disk_at_any_system_call_of_a_save_leaves_a_complete_checkpoint(tmp_path, fill, step, mark):
     failed = 0
     for at in range(1, 2000):
         root = tmp_path / f"run{at}"
@@ -201,7 +203,7 @@ def test_disk_that_fills_up_at_any_system_call_of_a_save_leaves_a_complete_check
     assert failed > 20
 
 
-def test_clean_up_of_a_killed_save_loses_no_checkpoint_if_killed_at_any_system_call(tmp_path, monkeypatch, fill):
+def test_process_killed_while_cleaning_up_an_interrupted_save_loses_no_checkpoint(tmp_path, monkeypatch, fill):
     """A crash in the middle of repairing a crash loses nothing either."""
     for at in range(1, 500):
         root = tmp_path / f"run{at}"

@@ -120,7 +120,7 @@ KEPT = {  # settings, {step: metric, None where it has none}, the steps that are
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_old_checkpoints_are_deleted_according_to_the_configured_limits(make, root, case):
+def test_old_checkpoints_are_deleted_according_to_the_configured_retention_limits(make, root, case):
     settings, metrics, kept = KEPT[case]
     manager, there = make(**settings), []
     for step, value in metrics.items():
@@ -129,7 +129,7 @@ def test_old_checkpoints_are_deleted_according_to_the_configured_limits(make, ro
     assert names(root) == [f"step_{step}" for step in kept]
 
 
-def test_printed_reason_of_a_checkpoint_save_is_the_setting_or_event_that_triggered_it(make):
+def test_reason_of_a_checkpoint_save_is_the_setting_or_event_that_triggered_the_save(make):
     manager = make(save_period=10, ft_save_period=4)
     assert [manager.save_reason(step) for step in (7, 8, 10)] == [None, "ft_save_period", "save_period"]
     for event, reason in (("is_last", "last_step"), ("early_stop",) * 2, ("timeout",) * 2, ("interrupted",) * 2):
@@ -141,7 +141,7 @@ def test_printed_reason_of_a_checkpoint_save_is_the_setting_or_event_that_trigge
 # ---- damaged checkpoints
 
 
-def test_newest_checkpoint_is_searched_among_complete_undamaged_folders_only(three, make):
+def test_newest_checkpoint_is_selected_only_among_complete_undamaged_folders(three, make):
     save(make(), 4)
     (three / "step_3" / "policy" / "weights" / "model.safetensors").write_bytes(b"\x09" * 1000)  # of the same size
     (three / "step_4" / "manifest.json").unlink()
@@ -156,7 +156,7 @@ def test_newest_checkpoint_is_searched_among_complete_undamaged_folders_only(thr
     assert names(three) == ["step_1", "step_2", "step_3", "step_4", "step_x"]
 
 
-def test_checkpoints_of_other_programs_are_ignored_and_never_overwritten(make, root):
+def test_checkpoints_written_by_other_programs_are_ignored_and_never_overwritten(make, root):
     """NeMo RL writes folders of the same names, by default into the same place."""
     manager = make()
     for name in ("step_1", "corrupt_step_1"):
@@ -172,7 +172,7 @@ def test_checkpoints_of_other_programs_are_ignored_and_never_overwritten(make, r
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"files": {}, "digest": "x"}'])
-def test_checkpoint_with_a_truncated_manifest_is_renamed_and_not_resumed(three, make, content):
+def test_checkpoint_with_a_truncated_manifest_is_renamed_and_not_used_for_resuming(three, make, content):
     (three / "step_3" / "manifest.json").write_text(content)
     with pytest.warns(UserWarning, match="set step_3 aside"):
         assert make().get_latest_checkpoint_path().endswith("step_2")
@@ -210,7 +210,7 @@ def damage(path, kind):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_old_checkpoint_does_not_affect_resuming_or_later_saves(three, make, name, kind):
+def test_damaged_older_checkpoint_does_not_prevent_resuming_or_saving(three, make, name, kind):
     """Both resuming and a running run's next saves, which thin out the old ones, go on."""
     damage(three / "step_1" / name, kind)
     manager = make(keep_top_k=2)
@@ -224,7 +224,7 @@ def test_damaged_old_checkpoint_does_not_affect_resuming_or_later_saves(three, m
 @pytest.mark.timeout(20)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_resume_skips_a_damaged_newest_checkpoint(three, make, kind):
+def test_resume_uses_the_previous_checkpoint_if_the_newest_is_damaged(three, make, kind):
     for name in FILES[:1] + FILES[2:]:
         damage(three / "step_3" / name, kind)
     assert find_resume(make()).path.name == "step_2"
@@ -240,7 +240,7 @@ def test_resume_fails_if_every_checkpoint_is_damaged(three, make):
             find_resume(make())
 
 
-def test_partial_checkpoint_of_a_killed_first_save_is_removed_and_not_resumed(make, root):
+def test_partial_checkpoint_of_an_interrupted_first_save_is_removed_and_not_resumed(make, root):
     (root / "tmp_step_2").mkdir(parents=True)
     with pytest.warns(UserWarning, match="removed the left-over tmp_step_2"):
         assert find_resume(make()).path is None
@@ -250,7 +250,9 @@ def test_partial_checkpoint_of_a_killed_first_save_is_removed_and_not_resumed(ma
     ("auto", False, None), ("auto", True, None), ("never", False, None), ("must", True, None),
     ("never", True, "resume=never, but .* holds checkpoints .the newest is step_3"), ("must", False, "resume=must, but .* holds no checkpoint"),
 ])  # fmt: skip
-def test_checkpointing_resume_decides_whether_a_checkpoint_is_required_or_forbidden(three, make, mode, saved, error):
+def test_resume_setting_decides_whether_an_existing_checkpoint_is_required_or_forbidden(
+    three, make, mode, saved, error
+):
     manager = make(resume=mode, checkpoint_dir=str(three if saved else three / "empty"))
     if error is None:
         assert (find_resume(manager).path is not None) == saved

@@ -22,7 +22,7 @@ def test_model_card_lists_base_model_algorithm_steps_and_data_of_the_run():
         assert line in card.text, line
 
 
-def test_model_card_of_an_adapter_over_a_quantised_base_loads_the_base_and_the_adapter():
+def test_model_card_code_for_an_adapter_on_a_quantised_base_loads_base_and_adapter():
     keys = ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.quantization=q4_0"]
     text = card_text(load_grpo_config("grpo_arithmetic_smollm2.yaml", keys), 20)
     assert 'model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")\n' in text
@@ -30,14 +30,14 @@ def test_model_card_of_an_adapter_over_a_quantised_base_loads_the_base_and_the_a
     assert "\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n" in text
 
 
-def test_metadata_of_the_model_card_lists_base_model_and_data_sets_of_the_hub():
+def test_model_card_metadata_lists_only_base_models_and_data_sets_from_the_hub():
     rows = "{dataset_name: ResponseDataset, data_path: openai/gsm8k, input_key: question, output_key: answer}"
     card = ModelCard(card_text(load_ppo_config("ppo_math_1B.yaml", [f"data.train={rows}"]), 20))
     assert card.data.base_model == "Qwen/Qwen2.5-1.5B" and card.data.datasets == ["openai/gsm8k"]
     assert "# Qwen/Qwen2.5-1.5B, trained with PPO" in card.text
 
 
-def test_model_card_names_local_folders_without_their_path(tmp_path):
+def test_model_card_names_local_folders_without_their_full_path(tmp_path):
     (tmp_path / "base").mkdir()
     given = [f"policy.model_name={tmp_path}/base", f"data.train.data_path={tmp_path}/rows.jsonl"]
     text = card_text(load_grpo_config("grpo_jsonl.yaml", [*given, "env.reward_functions.functions=[math.pi]"]), 20)

@@ -33,7 +33,7 @@ def test_start_banner_lists_model_steps_device_memory_and_folders(tmp_path, monk
     assert rows["data"].startswith("arithmetic, ") and rows["data"].endswith("; validation: arithmetic, 256 rows")
 
 
-def test_start_banner_with_lora_has_a_lora_line_and_a_smaller_memory_estimate():
+def test_start_banner_of_a_lora_run_has_a_lora_line_and_a_smaller_memory_estimate():
     full, lora = (
         load_grpo_config(f"configs/grpo_arithmetic_smollm2{name}.yaml", ["policy.generation.packed_weights=off"])
         for name in ("", "_lora")
@@ -68,7 +68,7 @@ def test_lora_line_of_the_start_banner_counts_the_adapted_matrices_of_all_layers
     assert lines_of(config)[1]["lora"].startswith("dim 8, 3 of 23 matrices: ")
 
 
-def test_lora_line_of_a_mixture_tells_whether_the_experts_are_adapted():
+def test_lora_line_of_the_start_banner_says_whether_moe_experts_are_adapted():
     mixture = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     overrides = [f"++policy.hf_config_overrides.{key}={value}" for key, value in mixture.items()]
     overrides.append("policy.dtensor_cfg.lora_cfg.enabled=true")
@@ -100,7 +100,7 @@ def test_start_banner_reports_insufficient_memory_and_disabled_checkpointing(mon
     assert rows["device"].startswith("cpu, 1 thread")
 
 
-def test_start_banner_counts_data_rows_only_of_existing_jsonl_files(tmp_path):
+def test_start_banner_shows_row_counts_only_for_existing_jsonl_files(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"input": "1"}\n\n{"input": "2"}\n{"input": "3"}')
     assert rows_of({"dataset_name": "ResponseDataset", "data_path": str(file)}) == 3

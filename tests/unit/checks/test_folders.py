@@ -44,7 +44,7 @@ def test_preflight_check_of_usable_folders_gives_no_error_and_modifies_nothing(t
     assert list(folders.check(config_of(tmp_path))) == [] and list((tmp_path / "ck").iterdir()) == []
 
 
-def test_checkpoint_as_the_folder_of_checkpoints_is_an_error_that_names_the_folder_to_resume_from(tmp_path):
+def test_single_checkpoint_given_as_checkpoint_dir_is_an_error_that_names_its_parent_folder(tmp_path):
     save(tmp_path / "ck", 2)
     (tmp_path / "ck" / "newest").symlink_to("step_2")
     for inner in ("step_2", "step_2/policy/weights", "newest"):
@@ -103,7 +103,7 @@ def test_estimated_checkpoint_sizes_match_hand_computed_values(tmp_path):
     (3, "up to 5 of them are held at once"),
     (6, None),
 ])  # fmt: skip
-def test_too_little_disk_space_for_checkpoints_gives_a_warning(tmp_path, monkeypatch, free, words):
+def test_insufficient_disk_space_for_checkpoints_gives_a_warning(tmp_path, monkeypatch, free, words):
     size = checkpoint_bytes(config_of(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, int(free * size)))
     found = warnings_of(config_of(tmp_path))
@@ -116,7 +116,7 @@ def test_too_little_disk_space_for_checkpoints_gives_a_warning(tmp_path, monkeyp
 @pytest.mark.parametrize("mode, steps, words", [
     ("never", 2, "resume=never, but"), ("must", 0, "resume=must, but"), ("never", 0, None), ("must", 2, None), ("auto", 2, None),
 ])  # fmt: skip
-def test_preflight_reports_a_checkpoint_folder_that_contradicts_checkpointing_resume(tmp_path, mode, steps, words):
+def test_preflight_check_reports_a_checkpoint_folder_that_contradicts_the_resume_setting(tmp_path, mode, steps, words):
     for step in range(1, steps + 1):
         save(tmp_path / "ck", step)
         (tmp_path / "ck" / f"step_{step}" / "policy" / "weights").mkdir(parents=True)

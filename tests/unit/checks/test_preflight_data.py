@@ -74,7 +74,7 @@ def test_error_for_a_data_set_smaller_than_a_batch_names_the_key_to_lower(found)
      ("env.reverse_digits=null", "env.reverse_digits", "is null: write {}"),
      ("data.use_multiple_dataloader=true data.custom_dataloader=no_module.function", "data.custom_dataloader", "no module no_module")],
 )  # fmt: skip
-def test_invalid_keys_of_data_and_environments_are_reported_before_the_run(overrides, key, words):
+def test_invalid_data_and_environment_keys_are_reported_before_the_run(overrides, key, words):
     config = load_grpo_config("grpo_tiny.yaml", overrides.split())
     ((level, found, message),) = [
         (f.level, f.key, f.message) for f in (*data.check_environments(config), *data.check(config))
@@ -82,13 +82,13 @@ def test_invalid_keys_of_data_and_environments_are_reported_before_the_run(overr
     assert (level, found) == ("error", key) and words in message
 
 
-def test_type_of_a_key_is_checked_for_a_data_set_that_is_read_later():
+def test_data_path_of_wrong_type_is_reported_by_the_preflight_check():
     overrides = ["data.train.data_path=[a.jsonl]", "env.reward_functions.functions=[m.f]"]
     (finding,) = data.check(load_grpo_config("grpo_jsonl.yaml", overrides))
     assert finding.message == "data_path must be a text, not ['a.jsonl']"
 
 
-def test_error_for_prompts_that_would_be_cut_gives_their_number_and_the_longest_row(found):
+def test_error_for_prompts_that_exceed_max_input_length_gives_their_number_and_the_longest_one(found):
     long = rows(*[("1" * n, "2") for n in (40, 41, 45)])
     [(level, key, message)] = found(long, "data.max_input_seq_length=40")
     assert (level, key) == ("error", "data.train")
@@ -97,7 +97,7 @@ def test_error_for_prompts_that_would_be_cut_gives_their_number_and_the_longest_
     assert "the longest is row 3 with 45 tokens; raise data.max_input_seq_length" in message
 
 
-def test_prompts_that_leave_no_room_for_a_response_are_reported_before_the_run(found):
+def test_preflight_check_reports_prompts_that_leave_no_room_for_a_response(found):
     options = ("policy.max_total_sequence_length=32", "policy.generation.max_new_tokens=8")
     options += ("data.max_input_seq_length=null",)
     [(level, _, message)] = found(rows(("1" * 32, "2")), *options)
@@ -107,7 +107,7 @@ def test_prompts_that_leave_no_room_for_a_response_are_reported_before_the_run(f
     assert level == "warning"
 
 
-def test_warning_counts_ground_truths_that_cannot_be_parsed_and_quotes_the_first(found):
+def test_warning_for_unparsable_ground_truths_gives_their_number_and_quotes_the_first_one(found):
     hashes = [(f"{i}=", f"so it is\n#### {i}") for i in range(2)]
     [(level, key, message)] = found(rows(("1=", "1"), ("2=", "\\frac{1}{2}"), *hashes))
     assert (level, key) == ("warning", "data.train")
@@ -126,7 +126,7 @@ ERRORS, WARNINGS = (
 @pytest.mark.parametrize(
     "truth, level", [(t, level) for level, ts in (("error", ERRORS), ("warning", WARNINGS)) for t in ts]
 )
-def test_each_kind_of_ground_truth_that_cannot_be_parsed_gives_a_warning(found, truth, level):
+def test_each_kind_of_unparsable_ground_truth_gives_a_warning(found, truth, level):
     [(given, _, message)] = found(rows(("1=", truth)))
     assert given == level and message.startswith("1 of 1 truths cannot be parsed (env.math): the first is row 1")
 
@@ -142,14 +142,14 @@ def test_ground_truths_that_a_response_can_match_give_no_warning(found, truth):
     assert found(rows(("1=", truth))) == []
 
 
-def test_data_columns_that_look_like_prompt_parts_but_are_not_read_give_a_warning(found):
+def test_unused_data_columns_that_look_like_prompt_parts_give_a_warning(found):
     row = {"input": "1=", "output": "1", "choices": ["1", "2"], "id": 3}
     [(level, _, message)] = found([row])
     assert level == "warning" and message.startswith("has the columns choices, which are not part of the prompts")
     assert found([row | {"choices": "1="}], "++data.train.input_key=choices") == []
 
 
-def test_ground_truths_of_multiple_choice_data_that_are_not_letters_give_a_warning(found):
+def test_multiple_choice_ground_truths_that_are_not_letters_give_a_warning(found):
     [(level, _, message)] = found(rows(("1=", "A"), ("2=", "(B) two")), "++env.math.verifier_type=english_multichoice")
     assert level == "warning" and "letter" in message
     assert "1 of 2 truths cannot be parsed (env.math): the first is row 2, '(B) two'" in message
@@ -157,7 +157,7 @@ def test_ground_truths_of_multiple_choice_data_that_are_not_letters_give_a_warni
 
 @pytest.mark.parametrize("name", ["math", "math_multi_reward", "arithmetic", "reverse_digits"])
 @pytest.mark.parametrize("truth", [["1", "2"], ["1"], [], {"value": "1"}, True])
-def test_ground_truth_that_is_not_a_string_is_an_error_even_in_a_single_row(found, name, truth):
+def test_single_ground_truth_that_is_not_a_string_is_an_error(found, name, truth):
     environment = f"++data.train.env_name={name}", f"++env.{name}={{}}"
     [(level, key, message)] = found(rows(("1=", "1"), ("2=", truth)), *environment)
     assert (level, key) == ("error", "data.train")
@@ -193,7 +193,7 @@ def test_preflight_check_reports_an_invalid_chat_template(found, template):
     assert [(level, key) for level, key, _ in findings] == [("error", "policy.tokenizer.chat_template")]
 
 
-def test_chat_template_configured_for_a_randomly_initialised_model_is_checked_and_used():
+def test_configured_chat_template_of_a_randomly_initialised_model_is_checked_and_used():
     from nemo_rl_cpp.algorithms.parts import make_tokenizer
 
     [finding] = data.check(load_grpo_config("grpo_tiny.yaml", ["policy.tokenizer.chat_template=chatml"]))
@@ -202,7 +202,7 @@ def test_chat_template_configured_for_a_randomly_initialised_model_is_checked_an
     assert make_tokenizer(config.policy).apply_chat_template([{"role": "user", "content": "1"}], tokenize=False) == "01"
 
 
-def test_preflight_check_tests_the_chat_template_even_if_the_model_is_not_available(found):
+def test_preflight_check_tests_the_chat_template_even_without_an_available_model(found):
     wrong, right = ("gone.j2", "Question: {question}"), ("tool_use", "default", "{{ messages[0].content }}")
     for template in wrong + right:
         given = f"policy.tokenizer.chat_template={json.dumps(template)}"
@@ -237,7 +237,7 @@ def test_prompt_file_of_a_hub_data_set_is_checked_without_downloading_the_data(t
     assert all("p.txt: there is no place" in f.message for f in findings)
 
 
-def test_preflight_check_of_an_evaluation_reports_prompts_that_would_be_cut(found):
+def test_preflight_check_of_an_evaluation_reports_prompts_that_would_be_truncated(found):
     options = {"load": load_eval_config, "config": "evals/reverse_digits.yaml", "section": "data"}
     less = ("~data.num_digits", "~data.split", "generation.model_name=tiny-random", "++env.math.num_workers=1")
     assert found(rows(("1=", "1")), *less, **options) == []
@@ -261,7 +261,7 @@ def section_of(tmp_path, pairs):
     return own | {"data_path": str(tmp_path / "d.jsonl")}
 
 
-def test_run_warns_once_about_cut_prompts_and_ends_with_an_error_if_all_are_cut(tmp_path, tiny, capsys):
+def test_run_warns_once_about_truncated_prompts_and_fails_if_all_prompts_are_truncated(tmp_path, tiny, capsys):
     config = {"max_input_seq_length": 10, "train": section_of(tmp_path, [("1" * 10, "1"), ("1", "1")])}
     for _ in range(2):
         train = load_response_data(tiny, config).train

@@ -56,7 +56,7 @@ def test_preflight_check_accepts_valid_reward_functions_and_environments():
     assert found("data.default.env_name=preflight_module.Actor", "+env={preflight_module.Actor: {}}") == []
 
 
-def test_gdpo_requires_several_reward_functions_as_reward_components_and_one_list_of_weights():
+def test_gdpo_requires_several_reward_components_and_only_one_list_of_weights():
     def of(section, *more):
         names = "functions: [preflight_module.right, preflight_module.Holder.Inner.right], "
         given = f"+env={{reward_functions: {{{names if 'functions' not in section else ''}{section}}}}}"
@@ -73,7 +73,7 @@ def test_gdpo_requires_several_reward_functions_as_reward_components_and_one_lis
     assert told.startswith("env.reward_functions.weights and grpo.adv_estimator.reward_weights are the same thing")
 
 
-def test_preflight_check_covers_the_environments_of_all_data_sets():
+def test_preflight_check_tests_the_environments_of_all_data_sets():
     given = ["data.train.env_name=preflight_module.Odd", "data.validation.env_name=nowhere.Env"]
     first, second = found(*given, "+env={preflight_module.Odd: {}, nowhere.Env: {}}")
     assert first.startswith("env.preflight_module.Odd cannot be used: ") and "EnvironmentInterface" in first

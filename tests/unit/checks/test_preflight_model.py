@@ -77,7 +77,7 @@ def only(config, level="error"):
 @pytest.mark.parametrize(
     "key, near", [("rope_teta", "rope_theta"), ("hiden_size", "hidden_size"), ("rms_norm_eps", None)]
 )
-def test_override_that_is_a_misspelt_key_of_the_models_config_is_a_warning(model, key, near):
+def test_misspelt_key_in_hf_config_overrides_gives_a_warning(model, key, near):
     text = f"policy.model_name is {model}: {key} is not in the config.json of {model}: did you mean {near}?"
     assert said(grpo(model, f"policy.hf_config_overrides={{{key}: 0.1}}")) == ([("warning", text)] if near else [])
 
@@ -109,7 +109,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     ({}, 512), ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 1024), ({"rope_scaling": YARN}, 400),
     ({"rope_scaling": LLAMA3}, 512), ({"model_max_length": 600}, 600),
 ])  # fmt: skip
-def test_maximum_sequence_length_beyond_the_models_positions_is_an_error(keys, positions, tmp_path, model):
+def test_maximum_sequence_length_beyond_the_position_limit_of_the_model_is_an_error(keys, positions, tmp_path, model):
     folder = model_folder(tmp_path / "other", **keys)
     assert said(grpo(folder, f"policy.max_total_sequence_length={positions}")) == []
     longer = f"policy.max_total_sequence_length={positions + 1}"
@@ -135,7 +135,7 @@ def evaluation(name, *overrides):
     )
 
 
-def test_maximum_sequence_length_of_an_evaluation_is_checked_only_if_it_is_set(model):
+def test_maximum_sequence_length_of_an_evaluation_is_checked_only_if_configured(model):
     without = ["~generation.vllm_cfg.max_model_len", "generation.max_new_tokens=16", "data.max_input_seq_length=32"]
     assert said(evaluation(model, *without)) == []
     text = only(evaluation(model, "generation.vllm_cfg.max_model_len=1024", "generation.max_new_tokens=16"))
@@ -149,7 +149,7 @@ def test_max_new_tokens_beyond_the_sequence_length_gives_a_warning(model):
     assert said(grpo(model, "policy.generation.max_new_tokens=128", "policy.max_total_sequence_length=128")) == []
 
 
-def test_overlong_penalty_that_begins_beyond_the_longest_response_gives_a_warning():
+def test_overlong_penalty_that_starts_beyond_the_longest_response_gives_a_warning():
     config = lambda tokens: load_grpo_config("dapo_tiny.yaml", [f"policy.generation.max_new_tokens={tokens}"])  # noqa: E731
     text = only(config(4), "warning")
     assert text.startswith(
@@ -169,7 +169,7 @@ def test_tokenizer_with_more_token_ids_than_the_models_vocabulary_is_an_error(mo
     assert said(grpo(model)) == []
 
 
-def test_critic_with_a_smaller_vocabulary_than_the_policys_tokenizer_is_an_error_that_names_the_critic(model, tmp_path):
+def test_critic_vocabulary_smaller_than_the_policys_tokenizer_is_an_error(model, tmp_path):
     critic = model_folder(tmp_path / "critic", vocab_size=32)
     keys = (f"policy.model_name={model}", f"value.model_name={critic}", "policy.tokenizer.name=null")
     overrides = [*keys, "~policy.hf_config_overrides", "value.hf_config_overrides=null"]
@@ -179,7 +179,7 @@ def test_critic_with_a_smaller_vocabulary_than_the_policys_tokenizer_is_an_error
     assert f"value.model_name {text}" in only(load_ppo_config("ppo_tiny.yaml", overrides))
 
 
-def test_vocabulary_that_is_overridden_below_the_tokenizers_is_an_error_that_names_the_override():
+def test_vocab_size_override_below_the_tokenizers_size_is_an_error():
     key, said_of_16 = (
         "policy.hf_config_overrides.vocab_size",
         "is 8, but the tokens of policy.tokenizer.name tiny-random",
@@ -205,7 +205,7 @@ def test_tokenizer_with_far_fewer_token_ids_than_the_models_vocabulary_gives_a_w
     (None, "holds no tokenizer.json"), ("version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer"),
     ("{}", "tokenizer"), ("no JSON", "tokenizer"),
 ])  # fmt: skip
-def test_unreadable_tokenizer_file_is_reported_with_its_folder(content, sentence, model):
+def test_unreadable_tokenizer_file_is_reported_with_the_name_of_its_folder(content, sentence, model):
     (model / "tokenizer.json").unlink()
     if content is not None:
         (model / "tokenizer.json").write_text(content)
@@ -278,12 +278,12 @@ print([str(f) for f in check(load_grpo_config("grpo_tiny.yaml", names))])
 @pytest.mark.parametrize(
     "name, words", [("/no/such/folder", "no such folder"), ("smollm2-135m-instrct", "did you mean")]
 )
-def test_preflight_reports_the_name_of_a_tokenizer_that_does_not_exist(name, words):
+def test_preflight_check_reports_a_tokenizer_name_that_does_not_exist(name, words):
     (finding,) = check(load_grpo_config("grpo_tiny.yaml", [f"policy.tokenizer.name={name}"]))
     assert finding.level == "error" and str(finding).startswith("policy.tokenizer.name is") and words in str(finding)
 
 
-def test_preflight_reports_stop_tokens_beyond_the_vocabulary():
+def test_preflight_check_reports_stop_token_ids_beyond_the_vocabulary():
     (finding,) = check(load_grpo_config("grpo_tiny.yaml", ["policy.generation.stop_token_ids=[1, 151645]"]))
     said = "policy.generation.stop_token_ids has 151645, but policy.model_name tiny-random has a vocabulary of 16"
     assert finding.level == "error" and str(finding).startswith(said)
@@ -301,7 +301,7 @@ def test_error_for_a_run_folder_as_model_name_suggests_the_weights_folder_inside
     assert said(evaluation("run", "generation.vllm_cfg.max_model_len=16", "generation.max_new_tokens=16")) == []
 
 
-def test_error_for_an_adapter_of_a_run_names_the_merged_model(model):
+def test_error_for_an_adapter_folder_as_model_name_suggests_the_merged_model(model):
     (model / "adapter").mkdir()
     for name in ("adapter_config.json", "base.json"):
         (model / "adapter" / name).write_text("{}")
@@ -330,13 +330,13 @@ def resumed(model, tmp_path, saved_keys, *overrides):
     return [text for _, text in _model_refusals(Saved(**fields), "policy", grpo(model, *overrides).policy)]
 
 
-def test_resume_accepts_a_checkpoint_whose_lm_head_the_run_untied_from_the_embedding(model, tmp_path):
+def test_changed_tie_word_embeddings_of_an_untied_lm_head_does_not_prevent_a_resume(model, tmp_path):
     tied_with_a_head_of_its_own(model)
     assert "tie_word_embeddings" in only(grpo(model), "warning")
     assert resumed(model, tmp_path, {"tie_word_embeddings": False}) == []
 
 
-def test_resume_with_a_changed_rope_theta_is_an_error(model, tmp_path):
+def test_resuming_with_a_changed_rope_theta_is_an_error(model, tmp_path):
     [text] = resumed(model, tmp_path, {}, "++policy.hf_config_overrides.rope_theta=500.0")
     assert "rope_theta" in text
 
@@ -370,7 +370,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("damage", BROKEN)
-def test_check_dry_run_and_run_report_the_same_error_for_a_broken_model_folder(damage, model, capsys):
+def test_check_command_dry_run_and_training_report_the_same_error_for_a_broken_model_folder(damage, model, capsys):
     from nemo_rl_cpp.run_grpo_math import main as run
 
     BROKEN[damage](model)
@@ -452,7 +452,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("targets, is_told", [("[in_proj]", False), ("['*_proj']", True)])
-def test_adapters_of_mambas_output_projection_are_a_warning_because_peft_does_not_load_them(
+def test_lora_on_mambas_output_projection_gives_a_warning_that_peft_cannot_load_the_adapter(
     model, tmp_path, targets, is_told
 ):
     folder = model_folder(tmp_path / "other", model_type="nemotron_h", **SETTINGS["nemotron_h"][0])
@@ -464,7 +464,9 @@ def test_adapters_of_mambas_output_projection_are_a_warning_because_peft_does_no
 @pytest.mark.parametrize(
     "kind, override, sentence", [(kind, *case) for kind, (_, cases) in SETTINGS.items() for case in cases]
 )
-def test_settings_unsupported_for_an_architecture_are_reported_before_a_run(model, tmp_path, kind, override, sentence):
+def test_settings_unsupported_for_an_architecture_are_reported_before_the_run(
+    model, tmp_path, kind, override, sentence
+):
     folder = model_folder(tmp_path / "other", model_type=kind, **SETTINGS[kind][0])
     settings = grpo(folder, *(f"++{part}" for part in override.split(" ")))
     found = [finding.message for finding in check(settings) if finding.level == "error"]

@@ -45,7 +45,7 @@ def asked(monkeypatch):
     return run
 
 
-def test_chat_command_sends_the_earlier_messages_until_the_user_resets_them(asked, capsys):
+def test_chat_command_sends_earlier_messages_until_the_user_resets_the_conversation(asked, capsys):
     messages, seeds = asked("ab", KeyboardInterrupt(), "", "cd", "/reset", "ef", system="s")
     assert messages[1] == ["system: s", "user: ab", "assistant: ab", "user: cd"]
     assert messages[2] == ["system: s", "user: ef"] and len(messages) == 3 and seeds == [7, 8, 9]

@@ -29,7 +29,7 @@ def test_every_shipped_configuration_has_a_description(capsys):
 
 
 @pytest.mark.slow
-def test_commands_that_do_not_need_torch_do_not_import_it(tmp_path):
+def test_commands_that_do_not_need_torch_do_not_import_torch(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.5}\n')
     for words in (["configs"], ["report", str(tmp_path)], ["--help"], ["models"]):
         program = f"import sys; from nemo_rl_cpp import cli\ntry: cli.main({words!r})\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"

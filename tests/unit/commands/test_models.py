@@ -26,7 +26,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("model", KNOWN_MODELS, ids=lambda model: model.name)
-def test_computed_parameter_counts_of_known_models_match_the_published_ones(model):
+def test_computed_parameter_counts_of_known_models_match_published_counts(model):
     sizes = model_sizes(model.name, model.sizes.as_config())
     assert sizes.parameters / 1e9 == pytest.approx(PARAMETERS[model.name.rpartition("/")[2]], rel=0.003)
     assert model.model_type in SUPPORTED_ARCHITECTURES
@@ -53,7 +53,7 @@ NEMOTRON_3 = TINY | {
     [GLM, QWEN3_5, QWEN3_NEXT, NEMOTRON_3, NEMOTRON_3 | {"moe_latent_size": 128}],
     ids=["glm", "qwen3.5", "qwen3-next", "nano", "super"],
 )
-def test_computed_parameter_count_of_expert_and_dense_layers_equals_that_of_the_tensors(config):
+def test_computed_parameter_count_of_moe_models_matches_the_total_size_of_the_tensors(config):
     tensors = parameter_shapes(native_config(config)).values()
     routers = sum(prod(shape) for shape in tensors if shape == [32, 256])
     assert model_sizes("none", config).parameters == pytest.approx(sum(map(prod, tensors)) - routers, rel=0.003)
@@ -64,7 +64,7 @@ def test_computed_parameter_count_of_expert_and_dense_layers_equals_that_of_the_
     ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"), ("somebody/Qwen3-8B", None), ("", None),
     ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B"), ("Qwen/Qwen3-Next-80B-A3B-Thinking", "Qwen/Qwen3-Next-80B-A3B"), ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-30B-A3B"),
 ])  # fmt: skip
-def test_models_command_finds_the_known_base_model_of_a_variant_name(name, known):
+def test_models_command_finds_the_base_model_of_a_fine_tuned_variant_by_name(name, known):
     found = known_model(name)
     assert (found.name if found else None) == known
 
@@ -85,7 +85,7 @@ def test_dry_run_estimates_memory_of_known_models_without_a_download():
     assert with_known_sizes(other) is other and "not known" in forecast_text(other)
 
 
-def test_memory_estimate_counts_what_a_sliding_window_keeps():
+def test_memory_estimate_counts_only_the_sliding_window_of_windowed_layers():
     """Gemma 3 1B has 4 full layers and 22 with a window of 512, one key head of 256, which is 1,024 bytes per token and
     layer. 16 sequences of 8,192 tokens, all from one prompt, hold the window and a block each, and the prompt too."""
     overrides = [

@@ -41,7 +41,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_names_imported_in_the_guides_of_nemo_rl_exist_in_the_compat_modules(module):
+def test_names_imported_in_nemo_rls_guides_exist_in_the_compat_modules(module):
     found = importlib.import_module(f"nemo_rl_cpp.compat.{module}")
     assert [name for name in NAMES[module].split() if not hasattr(found, name)] == []
 
@@ -76,7 +76,7 @@ class Plain(Lengths):
 
 
 @pytest.mark.parametrize("name", ["Lengths", "Plain"])
-def test_environment_registered_as_in_nemo_rl_scores_responses(monkeypatch, name):
+def test_environment_registered_with_nemo_rls_api_scores_responses(monkeypatch, name):
     monkeypatch.setattr("nemo_rl_cpp.environments.loading.ENV_REGISTRY", dict(ENV_REGISTRY))
     register_env(env_name="lengths", actor_class_fqn=f"{__name__}.{name}")
     environment = create_env(env_name="lengths", env_config={"weight": 0.5})
@@ -100,7 +100,7 @@ class SimpleAverageLoss(LossFunction):
         return (next_token_losses * mask).sum() / (total_valid_tokens_or_seqs + 1e-8)
 
 
-def test_micro_batches_of_the_example_loss_in_nemo_rls_documents_sum_to_the_loss_of_the_batch():
+def test_example_loss_of_nemo_rls_guides_is_independent_of_the_micro_batch_size():
     losses = torch.arange(32.0).reshape(2, 16)
     data = BatchedDataDict(token_mask=torch.tensor([[1] * 10 + [0] * 6, [1] * 6 + [0] * 10]), sample_mask=torch.ones(2))
     count = data["token_mask"].sum()
@@ -109,7 +109,7 @@ def test_micro_batches_of_the_example_loss_in_nemo_rls_documents_sum_to_the_loss
     assert parts[0].item() == pytest.approx(45 / 16) and parts[1].item() == pytest.approx((16 * 6 + 15) / 16)
 
 
-def test_data_processor_printed_in_the_documents_of_nemo_rl_works_in_a_data_set():
+def test_example_data_processor_of_nemo_rls_guides_works_in_a_data_set():
     from nemo_rl_cpp.compat.data.datasets import AllTaskProcessedDataset
 
     def processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec:

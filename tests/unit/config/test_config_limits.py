@@ -63,7 +63,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_invalid_yaml_is_reported_with_file_and_line(tmp_path, monkeypatch, name):
+def test_invalid_yaml_syntax_is_reported_with_file_and_line(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     text, message = REFUSED[name]
     _, problems = load(tmp_path, text)
@@ -72,7 +72,7 @@ def test_invalid_yaml_is_reported_with_file_and_line(tmp_path, monkeypatch, name
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_unreadable_yaml_is_reported_with_file_and_line(tmp_path, monkeypatch, name):
+def test_yaml_with_unreadable_content_is_reported_with_file_and_line(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     text, message = UNREADABLE[name]
     with pytest.raises(_config.LoadError, match=message) as caught:
@@ -80,7 +80,7 @@ def test_unreadable_yaml_is_reported_with_file_and_line(tmp_path, monkeypatch, n
     assert len(str(caught.value)) < 600
 
 
-def test_interpolation_mul_with_an_empty_string_gives_an_empty_string(tmp_path):
+def test_mul_interpolation_with_an_empty_string_gives_an_empty_string(tmp_path):
     for times in ("9223372036854775807", "0", "-9223372036854775808"):
         data, problems = load(tmp_path, f"a: ${{mul:'',{times}}}\nb: ${{mul:{times},''}}")
         assert (data, problems) == ({"a": "", "b": ""}, "")
@@ -93,7 +93,7 @@ def test_yaml_numbers_at_the_64_bit_limits_are_read_exactly(tmp_path):
     assert data == {"a": 2**63 - 1, "b": -(2**63), "c": -(2**63), "d": 216000} and not problems
 
 
-def test_long_number_literals_and_yaml_type_tags_in_a_configuration_are_read(tmp_path):
+def test_long_number_literals_and_yaml_type_tags_are_accepted_in_a_configuration(tmp_path):
     third = "0." + "3" * 80
     text = f"a: {third}\nb: 0x{'0' * 70}1f\nc: '{'7' * 100}'\nd: {'7' * 100}.x\ne: !!map {{f: !!seq [!!str 1]}}\n"
     data, problems = load(tmp_path, text)
@@ -101,7 +101,7 @@ def test_long_number_literals_and_yaml_type_tags_in_a_configuration_are_read(tmp
     assert data == expected and not problems
 
 
-def test_deeply_nested_values_and_many_yaml_aliases_within_the_limits_load(tmp_path):
+def test_nested_values_and_yaml_aliases_within_the_limits_are_loaded(tmp_path):
     data, problems = load(
         tmp_path, "a: " + "${add:1," * 40 + "1" + "}" * 40 + "\nb: [&x {c: 1}" + ", *x" * 1000 + "]\nd: 日本\n"
     )
@@ -109,7 +109,7 @@ def test_deeply_nested_values_and_many_yaml_aliases_within_the_limits_load(tmp_p
     assert load(tmp_path, "a: é\n".encode("utf-8-sig"))[0] == {"a": "é"}
 
 
-def test_configuration_whose_parent_files_multiply_exponentially_is_an_error(tmp_path):
+def test_configuration_that_includes_more_than_100_parent_files_is_an_error(tmp_path):
     (tmp_path / "p0.yaml").write_text("a: 1\n")
     for i in range(1, 40):
         (tmp_path / f"p{i}.yaml").write_text(f"defaults: [p{i - 1}.yaml, p{i - 1}.yaml]\n")
@@ -134,14 +134,14 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_too_deeply_nested_or_too_large_overrides_are_a_short_error(tmp_path, name):
+def test_too_deeply_nested_or_too_large_overrides_give_a_short_error_message(tmp_path, name):
     override, message = OVERRIDES[name]
     _, problems = load(tmp_path, "x: 1\n", [override])
     assert re.search(message, problems), problems[:500]
     assert len(problems) < 1000
 
 
-def test_environment_variable_that_is_not_utf8_is_reported_with_the_file_line_that_uses_it(tmp_path, monkeypatch):
+def test_non_utf8_environment_variable_is_reported_with_the_line_that_uses_the_variable(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environb, b"NEMO_BYTES", b"caf\xe9")
     _, problems = load(tmp_path, "a: ${oc.env:NEMO_BYTES}")
     assert "c.yaml:1: a ${oc.env:NEMO_BYTES}: the environment variable NEMO_BYTES is not UTF-8" in problems

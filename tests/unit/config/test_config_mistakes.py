@@ -239,7 +239,7 @@ def in_empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_mistake_in_a_configuration_file_is_reported_with_key_and_line(case):
+def test_invalid_value_in_a_configuration_file_is_reported_with_key_and_line(case):
     change, key, line, words = BAD_FILES[case]
     Path("bad.yaml").write_text(compose(change))
     with pytest.raises(ConfigError) as caught:
@@ -277,7 +277,7 @@ def test_all_errors_of_a_configuration_file_are_reported_at_once_in_line_order()
     ]  # fmt: skip
 
 
-def test_config_errors_name_the_parent_file_or_override_that_caused_them():
+def test_config_errors_name_the_parent_file_or_override_that_set_the_invalid_value():
     Path("parent.yaml").write_text(compose("grpo:\n  seed: 1.5"))
     Path("child.yaml").write_text("defaults: parent.yaml\nloss_fn:\n  ratio_clip_c: 1\n")
     with pytest.raises(ConfigError) as caught:
@@ -286,7 +286,7 @@ def test_config_errors_name_the_parent_file_or_override_that_caused_them():
     assert {p.where for p in caught.value.problems} == places
 
 
-def test_config_error_that_only_follows_from_another_is_not_reported():
+def test_consequential_config_errors_of_an_invalid_value_are_not_reported():
     Path("bad.yaml").write_text(compose("policy:\n  model_name: m\n  max_total_sequence_length: long"))
     with pytest.raises(ConfigError) as caught:
         load_grpo_config("bad.yaml")
@@ -320,7 +320,7 @@ PPO_CASES = {
 
 
 @pytest.mark.parametrize("name", [*PPO_CASES, *EVAL_CASES])
-def test_invalid_ppo_or_eval_override_is_reported_with_its_key(name):
+def test_invalid_command_line_override_for_ppo_or_evaluation_is_reported_with_its_key(name):
     load = load_ppo_config if name in PPO_CASES else load_eval_config
     overrides, key, words = (PPO_CASES | EVAL_CASES)[name]
     overrides = [overrides] if isinstance(overrides, str) else overrides
@@ -337,7 +337,7 @@ def test_force_on_policy_ratio_is_accepted_with_one_update_per_ppo_batch():
     assert load_ppo_config(overrides=["loss_fn.force_on_policy_ratio=true", *one_update]).loss_fn.force_on_policy_ratio
 
 
-def test_keys_that_the_chosen_estimator_ignores_are_accepted_from_a_parent_file_or_a_default():
+def test_keys_of_other_advantage_estimators_are_accepted_in_a_parent_file():
     load_ppo_config(overrides=["ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.gae_lambda=0.95"])
     Path("parent.yaml").write_text(
         compose("grpo:\n  adv_estimator: {name: reinforce_plus_plus, minus_baseline: false}")
@@ -346,7 +346,7 @@ def test_keys_that_the_chosen_estimator_ignores_are_accepted_from_a_parent_file_
     assert load_grpo_config("child.yaml").grpo.adv_estimator.minus_baseline is False
 
 
-def test_async_rl_does_not_require_the_importance_sampling_correction_that_async_grpo_requires():
+def test_only_async_grpo_requires_the_importance_sampling_correction():
     apart = ["policy.generation.colocated.enabled=false", "loss_fn.use_importance_sampling_correction=false"]
     config = load_grpo_config(overrides=[*apart, "async_rl={sampler:{max_lookahead_versions:2}}"])
     assert config.loop.trajectory_age == 2 and not config.loss_fn.use_importance_sampling_correction
@@ -356,7 +356,7 @@ def test_async_rl_does_not_require_the_importance_sampling_correction_that_async
         load_grpo_config(overrides=[*apart, "+async_rl.sampler.name=by_time"])
 
 
-def test_ppo_max_num_epochs_minus_one_means_no_limit_and_async_ppo_null_means_disabled():
+def test_ppo_accepts_minus_one_as_unlimited_epochs_and_null_as_disabled_async_ppo():
     config = load_ppo_config(overrides=["ppo.max_num_epochs=-1", "ppo.async_ppo=null"])
     assert config.ppo.max_num_epochs == load_ppo_config().ppo.max_num_epochs == 100000
     assert not config.loop.beside_training.enabled
@@ -371,7 +371,7 @@ def test_max_num_epochs_with_several_data_loaders_requires_max_num_steps():
         load_grpo_config(overrides=[*several, "grpo.max_num_epochs=3"])
 
 
-def test_prompts_of_one_data_loader_must_divide_the_prompts_drawn_at_a_time():
+def test_num_prompts_per_dataloader_must_divide_the_number_of_prompts_per_batch():
     several = ["data.use_multiple_dataloader=true", "grpo.num_prompts_per_step=6"]
     batch, four = "policy.train_global_batch_size=48", "+data.num_prompts_per_dataloader=4"
     for more in (["+data.num_prompts_per_dataloader=3"], [four, "+data.custom_dataloader=my.loader"],
@@ -381,7 +381,7 @@ def test_prompts_of_one_data_loader_must_divide_the_prompts_drawn_at_a_time():
         load_grpo_config(overrides=[*several, batch, four])
 
 
-def test_section_value_is_not_checked_if_the_estimator_raw_reward_needs_no_critic():
+def test_critic_configuration_is_not_checked_if_the_estimator_needs_no_critic():
     load_ppo_config(overrides=["ppo.adv_estimator.name=raw_reward", "value.train_global_batch_size=500"])
 
 
@@ -399,7 +399,7 @@ BROKEN_FILES = {
 
 
 @pytest.mark.parametrize("case", BROKEN_FILES)
-def test_file_that_is_not_a_configuration_is_an_error_with_the_reason(case):
+def test_file_that_is_not_a_configuration_is_an_error_that_states_the_reason(case):
     text, words = BROKEN_FILES[case]
     Path("bad.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -416,7 +416,7 @@ def test_file_that_is_not_a_configuration_is_an_error_with_the_reason(case):
     (load_grpo_config, ["grpo.seed=-1", "grpo.max_num_steps=0"], {"grpo.seed", "grpo.max_num_steps"}),
     (load_grpo_config, ["grpo.val_period=${grpo.max_num_steps}", "grpo.max_num_steps=${grpo.val_period}"], {"grpo.val_period", "grpo.max_num_steps"}),
 ])  # fmt: skip
-def test_invalid_value_is_not_reported_again_for_keys_that_interpolate_it(load, overrides, keys):
+def test_invalid_value_is_reported_once_even_if_other_keys_interpolate_the_value(load, overrides, keys):
     with pytest.raises(ConfigError) as caught:
         load(overrides=overrides)
     assert {problem.key for problem in caught.value.problems} == keys

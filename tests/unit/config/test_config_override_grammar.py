@@ -39,13 +39,13 @@ VALUES = {
 
 
 @pytest.mark.parametrize("override", VALUES)
-def test_value_of_a_command_line_override_is_parsed_to_the_expected_type(override):
+def test_command_line_override_is_parsed_to_the_expected_value_and_type(override):
     got = applied([override])["a"]
     assert got == VALUES[override]
     assert (dict if isinstance(got, dict) else type(got)) is type(VALUES[override])
 
 
-def test_value_nan_of_a_command_line_override_is_parsed_as_a_float_nan():
+def test_nan_in_a_command_line_override_is_parsed_as_a_float():
     assert math.isnan(applied(["a=nan"])["a"])
 
 
@@ -76,7 +76,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize("override", FAILURES)
-def test_error_for_an_invalid_command_line_override_quotes_it(override):
+def test_error_for_an_invalid_command_line_override_quotes_the_override(override):
     [(where, _)] = failures([override])
     assert where == f"override '{override}'"
 
@@ -94,7 +94,7 @@ def small(tmp_path, monkeypatch):
     return "c.yaml"
 
 
-def test_override_can_set_a_schema_key_that_the_file_does_not_set(small):
+def test_override_can_set_a_schema_key_that_is_missing_in_the_file(small):
     config = load_grpo_config(
         small,
         ["policy.megatron_cfg.optimizer.lr=1e-3", "+grpo.seed=7", "logger.wandb.project=p", "data.train.max_number=9"],

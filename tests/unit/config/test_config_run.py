@@ -29,7 +29,7 @@ SMOL = dict(
 )  # fmt: skip
 
 
-def test_parameter_count_of_a_small_model_matches_the_hand_computed_one():
+def test_parameter_count_of_a_small_model_matches_the_hand_computed_count():
     sizes = model_sizes("nowhere", SMOL)
     # a layer: q and o 8x8 each, k and v 8x4 each, three 8x16 of the MLP, two norms of 8
     layer = 64 + 64 + 32 + 32 + 3 * 128 + 16
@@ -72,7 +72,7 @@ def test_memory_estimate_of_a_run_matches_hand_computed_values(tmp_path):
     assert _parts(with_reference, "generation")["reference weights"] == 2 * n
 
 
-def test_memory_estimate_of_a_run_is_the_sum_over_all_its_processes():
+def test_memory_estimate_of_a_run_is_the_sum_over_all_processes_of_the_run():
     def parts(*overrides):
         return _parts(forecast(load_grpo_config("grpo_arithmetic_smollm2.yaml", list(overrides))), "policy training")
 
@@ -94,7 +94,7 @@ def test_memory_estimate_of_ppo_includes_the_critic():
     assert all("value" not in part for phase in without for part, _ in phase.parts)
 
 
-def test_installed_package_finds_its_configurations_and_prompts_without_the_source_tree(tmp_path):
+def test_installed_package_finds_its_configuration_and_prompt_files_without_the_source_tree(tmp_path):
     from nemo_rl_cpp import _config
 
     package = tmp_path / "site" / "nemo_rl_cpp"

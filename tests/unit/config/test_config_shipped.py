@@ -33,7 +33,7 @@ MUST_BE_GIVEN = {
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "agents").glob("*.yaml")), ids=lambda path: path.name)
-def test_shipped_configurations_for_agents_load(path):
+def test_shipped_agent_configurations_load_without_errors(path):
     assert load_grpo_config(path).policy.generation.expose_http_server
 
 
@@ -89,7 +89,7 @@ def test_shipped_configurations_resolve_to_the_values_of_nemo_rl_except_for_list
     assert different == {}
 
 
-def test_shipped_configuration_is_found_by_each_of_its_names(monkeypatch, tmp_path):
+def test_shipped_configuration_file_is_found_by_each_of_its_names(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     math = ROOT / "configs/grpo_math_1B.yaml"
     for folder in ("", "configs/", "examples/configs/"):
@@ -101,7 +101,7 @@ def test_shipped_configuration_is_found_by_each_of_its_names(monkeypatch, tmp_pa
     assert find_config("grpo.yaml") == Path("grpo.yaml")  # the user's own comes first
 
 
-def test_configurations_of_the_commands_in_nemo_rl_guides_load():
+def test_configurations_of_the_commands_in_nemo_rls_guides_load_without_errors():
     prorl = load_grpo_config(
         "examples/configs/prorlv2.yaml",
         ["policy.model_name=Qwen/Qwen2.5-1.5B", "logger.wandb.project=prorlv2-dev", "checkpointing.checkpoint_dir=results/prorlv2",
@@ -124,7 +124,7 @@ def test_configurations_of_the_commands_in_nemo_rl_guides_load():
     assert vapo.ppo.adv_estimator.gae_lambda_value == 1.0
 
 
-def test_older_name_of_a_key_in_a_child_file_overrides_its_current_name_in_the_parent(tmp_path):
+def test_deprecated_key_name_in_a_child_file_overrides_the_current_name_in_the_parent_file(tmp_path):
     (tmp_path / "dapo.yaml").write_text(
         f"defaults: {ROOT}/configs/grpo_math_1B.yaml\n"
         "grpo:\n  use_dynamic_sampling: true\n  dapo_batch_multiplier: 3\n  max_num_gen_batches: 5\n"
@@ -164,7 +164,7 @@ def test_omitted_configuration_keys_get_values_derived_from_other_keys(tmp_path)
     assert (value.model_name, value.max_total_sequence_length, value.precision) == ("m", 64, "bfloat16")
 
 
-def test_configuration_sections_are_read_by_attribute_and_by_key():
+def test_configuration_sections_can_be_read_by_attribute_and_by_key():
     config = load_grpo_config("grpo_tiny.yaml")
     assert config.grpo.num_prompts_per_step == config["grpo"]["num_prompts_per_step"] == 32
     assert config.policy["dtensor_cfg"]["_v2"] is True
@@ -210,7 +210,7 @@ def test_configuration_file_can_name_a_shipped_configuration_as_parent(tmp_path,
     assert kind_of("mine.yaml") == "grpo"
 
 
-def test_parent_file_in_the_same_folder_is_preferred_to_a_shipped_one_of_that_name(tmp_path):
+def test_parent_file_in_the_same_folder_takes_precedence_over_a_shipped_file_of_equal_name(tmp_path):
     (tmp_path / "grpo_tiny.yaml").write_text("defaults: configs/grpo_tiny.yaml\ngrpo:\n  max_num_steps: 3\n")
     (tmp_path / "mine.yaml").write_text("defaults: grpo_tiny.yaml\n")
     assert load_grpo_config(tmp_path / "mine.yaml").grpo.max_num_steps == 3

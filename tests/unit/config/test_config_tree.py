@@ -74,7 +74,7 @@ RESOLVED = {
 
 
 @pytest.mark.parametrize("case", RESOLVED)
-def test_interpolation_resolves_to_the_expected_value(case, monkeypatch):
+def test_interpolation_in_a_configuration_resolves_to_the_expected_value(case, monkeypatch):
     monkeypatch.setenv("CFG_X", "8")
     monkeypatch.delenv("CFG_NO", raising=False)
     text, want = RESOLVED[case]
@@ -116,7 +116,7 @@ def write(**files):
             file.write(text)
 
 
-def test_child_file_overrides_parents_and_later_parents_override_earlier_ones():
+def test_child_file_overrides_parent_files_and_later_parents_override_earlier_parents():
     write(
         one="a: 1\nb: {x: 1, y: 1}\nl: [1, 2, 3]\nn: {k: 1}\ns: 5\n",
         two="a: 2\nb: {y: 2}\n",
@@ -127,7 +127,7 @@ def test_child_file_overrides_parents_and_later_parents_override_earlier_ones():
     }  # fmt: skip
 
 
-def test_paths_of_parent_files_are_relative_to_the_file_that_names_them(folder):
+def test_paths_of_parent_files_are_relative_to_the_including_file(folder):
     (folder / "sub").mkdir()
     write(root="a: 1\n")
     (folder / "sub/middle.yaml").write_text("defaults: ../root.yaml\nb: 2\n")
@@ -137,7 +137,7 @@ def test_paths_of_parent_files_are_relative_to_the_file_that_names_them(folder):
     assert _config.load_file("sub/other.yaml", base_dir=".") == {"a": 1}
 
 
-def test_key_override_true_replaces_only_a_top_level_section_instead_of_merging_it():
+def test_override_true_in_a_top_level_section_replaces_the_section_instead_of_merging():
     write(
         parent="s: {a: 1, t: {b: 2}}\nu: {a: 1}\n",
         child="defaults: parent.yaml\ns: {_override_: true, c: 3}\nu: {_override_: false, d: 4}\n",
@@ -147,18 +147,18 @@ def test_key_override_true_replaces_only_a_top_level_section_instead_of_merging_
     assert _config.load_file("deep.yaml")["s"]["t"] == {"b": 2, "_override_": True, "c": 3}
 
 
-def test_interpolation_uses_the_values_after_child_and_parent_files_are_merged():
+def test_interpolation_uses_values_after_merging_child_and_parent_files():
     write(parent="x: 1\ny: ${x}\n", child="defaults: parent.yaml\nx: 2\n")
     assert resolved("child.yaml") == {"x": 2, "y": 2}
 
 
-def test_two_parent_files_with_a_common_parent_are_not_reported_as_a_cycle():
+def test_parent_files_that_share_a_parent_are_not_reported_as_a_cycle():
     write(root="a: 1\n", child="defaults: [left.yaml, right.yaml]\n")
     write(left="defaults: root.yaml\nl: 1\n", right="defaults: root.yaml\nr: 1\n")
     assert _config.load_file("child.yaml") == {"a": 1, "l": 1, "r": 1}
 
 
-def test_origin_recorded_for_each_value_is_its_file_and_line_or_its_override():
+def test_each_configuration_value_records_its_file_and_line_or_its_override():
     write(parent="a:\n  b: 1\n  c: [1, {d: 2}]\n", child="defaults: parent.yaml\na:\n  e: 5\n")
     _, positions, problems = _config.load("child.yaml", ["a.b=7", "+n.m={k: 1}"], [], set())
     assert problems == []

@@ -25,7 +25,7 @@ def problems(text="", overrides=(), load=load_grpo_config):
 
 
 @pytest.mark.parametrize("override, key", [("logger.wandb.name=1e5", "name"), ("logger.wandb.project=true", "project")])
-def test_override_that_an_error_suggests_is_quoted_for_the_shell(override, key):
+def test_suggested_command_line_override_is_quoted_for_the_shell(override, key):
     (problem,) = problems(overrides=[override])
     advice = re.search(r"\(write (.*), with both pairs of quotes\)", problem)[1]
     (word,) = shlex.split(advice)
@@ -38,7 +38,7 @@ def test_tab_character_in_a_yaml_file_is_reported_with_its_line(text):
     assert re.match(r"run.yaml:\d+: there is a tab in this line", problem)
 
 
-def test_error_for_an_unknown_key_suggests_a_plus_only_where_it_can_add_the_key():
+def test_error_for_an_unknown_key_suggests_a_plus_only_if_the_key_can_be_added():
     (problem,) = problems(overrides=["env.mine.digits=3"])
     assert problem.endswith("env.mine is unknown (to add a key of your own write +env.mine.digits=3)")
     load_grpo_config("run.yaml", ["+env.mine.digits=3"])
@@ -68,7 +68,7 @@ def test_error_for_an_unknown_key_without_a_similar_key_suggests_nothing(theirs)
      ("async_grpo.enabled=true", "grpo.async_grpo"), ("logger.wandb.enabled=true", "logger.wandb_enabled"),
      ("policy.lr=1e-4", "policy.optimizer.kwargs.lr"), ("policy.generation.vllm.precision=x", "policy.generation.vllm_cfg")],
 )  # fmt: skip
-def test_error_for_a_key_of_another_section_suggests_the_nearest_place_of_that_name(override, meant):
+def test_error_for_a_key_in_the_wrong_section_suggests_the_nearest_section_with_that_key(override, meant):
     (problem,) = problems(overrides=[override])
     assert problem.partition(" (to add")[0].endswith(f"did you mean {meant}?")
 
@@ -83,7 +83,7 @@ def test_error_for_a_key_of_another_section_suggests_the_nearest_place_of_that_n
      ("loss_fn.clip=0.1", "ratio_clip_c or ratio_clip_max or ratio_clip_min"), ("logger.wandb_project=p", "logger.wandb.project"),
      ("++value_loss_fn.scale=1", "loss_fn"), ("checkpointing.save_interval=9", "save_period or ft_save_period"), ("policy.lora_rank=8", "policy.dtensor_cfg.lora_cfg.dim")],
 )  # fmt: skip
-def test_error_for_a_key_in_other_words_suggests_keys_that_the_run_can_use(override, meant):
+def test_error_for_an_unknown_key_suggests_valid_keys_with_similar_meaning(override, meant):
     (problem,) = problems(overrides=[override])
     assert problem.endswith(f"did you mean {meant}?")
 
@@ -93,13 +93,13 @@ def test_error_for_a_key_in_other_words_suggests_keys_that_the_run_can_use(overr
     [("grpo.async_grpo=true", "grpo.async_grpo.enabled=true"), ("logger.wandb=true", "logger.wandb_enabled=true"),
      ("policy.dtensor_cfg.lora_cfg=false", "policy.dtensor_cfg.lora_cfg.enabled=false")],
 )  # fmt: skip
-def test_error_for_a_section_given_as_true_or_false_names_its_switch(override, key):
+def test_error_for_a_section_set_to_true_or_false_names_the_key_that_enables_the_section(override, key):
     (problem,) = problems(overrides=[override])
     assert problem.endswith(f"; set {key}")
 
 
 @pytest.mark.parametrize("override", ["loss_fn.dro_beta=0.2", "loss_fn.ppo_kl_coef=0.2", "loss_fn.clip_cov_lb=2.0"])
-def test_key_of_another_loss_on_the_command_line_is_reported(override):
+def test_command_line_key_that_only_affects_another_loss_is_an_error(override):
     (problem,) = problems(overrides=[override])
     assert "has no effect with loss_fn.name clipped_pg, only with" in problem
     owner = problem.rpartition("only with ")[2].partition(":")[0]
@@ -113,18 +113,18 @@ def test_key_of_another_loss_on_the_command_line_is_reported(override):
      ("max_model_length", "max_model_len", "max_model_len"), ("keep_topk", "keep_top_k", "keep_top_k"), ("clip", "cliprange", "cliprange"),
      ("numsamples", "num_samples", "num_samples"), ("max_model", "max_model_len", "max_model_len")],
 )  # fmt: skip
-def test_key_suggested_for_a_misspelt_one_shares_its_distinguishing_words(name, known, meant):
+def test_suggested_key_shares_the_distinguishing_words_of_the_misspelt_key(name, known, meant):
     assert nearest(name, [known], 0.55) == meant
 
 
-def test_error_for_a_section_of_verl_names_the_document_of_verls_keys():
+def test_error_for_a_verl_configuration_section_names_the_verl_migration_guide():
     (problem,) = problems(overrides=["algorithm.filter_groups.enable=true"])
     assert problem.endswith(
         "algorithm is a section of verl's: docs/coming-from-verl.md names the keys that mean the same"
     )
 
 
-def test_lora_keys_set_while_lora_is_disabled_are_reported():
+def test_lora_keys_without_effect_because_lora_is_disabled_are_reported():
     """By the place where each is written: what a parent says is switched off, what is nearer than `enabled: false` is asked for."""
     lora = "policy.dtensor_cfg.lora_cfg"
     Path("parent.yaml").write_text(

@@ -305,7 +305,7 @@ def observed_but(kind, key, overrides):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MASTERS)
-def test_configuration_keys_documented_as_effective_are_read_by_a_run_or_change_it(reads, kind, tmp_path):
+def test_configuration_keys_documented_as_effective_influence_a_run(reads, kind, tmp_path):
     (tmp_path / "prompt.txt").write_text("0{}0")
     by_change, idle = changes(kind), []
     for key, (section, name, info) in keys_of(MASTERS[kind]).items():
@@ -323,7 +323,7 @@ def test_configuration_keys_documented_as_effective_are_read_by_a_run_or_change_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MASTERS)
-def test_configuration_keys_that_a_run_reads_are_not_documented_as_without_effect(reads, kind):
+def test_configuration_keys_documented_as_without_effect_are_not_read_by_a_run(reads, kind):
     keys = keys_of(MASTERS[kind])
     idle = {key for key, (_, _, info) in keys.items() if status_of(info) == "without effect"}
     assert {key: reads.keys[key] for key in idle & reads.keys.keys()} == {}

@@ -45,7 +45,7 @@ def value(tree, key):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_of_environment_variables_reach_the_run_but_not_the_written_configuration(tmp_path, name):
+def test_environment_variable_values_are_used_but_not_written_to_the_saved_configuration(tmp_path, name):
     text, overrides, key, shown, real = CASES[name]
     config = load(tmp_path, text, *overrides)
     assert value(config.model_dump(), key) == real
@@ -53,20 +53,20 @@ def test_values_of_environment_variables_reach_the_run_but_not_the_written_confi
     assert SECRET not in str(written(config))
 
 
-def test_value_taken_from_an_environment_variable_is_not_written_to_files(tmp_path, monkeypatch):
+def test_interpolated_environment_variable_values_are_not_written_to_files(tmp_path, monkeypatch):
     monkeypatch.setenv("MODEL", str(tmp_path / "a-model-folder"))
     config = load(tmp_path, "policy: {model_name: '${oc.env:MODEL}', tokenizer: {name: '${oc.env:MODEL}'}}\n")
     assert config.policy.tokenizer.name == str(tmp_path / "a-model-folder")
     assert "a-model-folder" not in str(written(config)["policy"])
 
 
-def test_configuration_that_uses_no_environment_variables_is_written_unchanged(tmp_path):
+def test_configuration_without_environment_variables_is_saved_unchanged(tmp_path):
     config = load(tmp_path, "logger: {wandb: {entity: plain, name: '${logger.wandb.entity}'}}\n")
     assert config.environment_texts == {} and written(config) == config.model_dump()
     assert value(written(config), "logger.wandb.name") == "plain"
 
 
-def test_no_file_of_a_run_contains_values_of_environment_variables_and_the_run_resumes(tmp_path, capsys, monkeypatch):
+def test_run_resumes_although_its_files_contain_no_environment_variable_values(tmp_path, capsys, monkeypatch):
     own = tmp_path / "own.yaml"
     own.write_text(f"defaults: {PARENT}\n" + "logger: {wandb: {entity: '${oc.env:TOKEN}', name: 'x-${.entity}'}}\n")
     run = ("checkpointing.enabled=true", "checkpointing.metric_name=null", *tiny.SMALL)
@@ -85,7 +85,7 @@ def test_no_file_of_a_run_contains_values_of_environment_variables_and_the_run_r
     assert f"Not compared, since their values come from environment variables: {keys}" in out
 
 
-def test_saved_traceback_contains_no_values_of_environment_variables(tmp_path, monkeypatch):
+def test_saved_traceback_contains_no_environment_variable_values(tmp_path, monkeypatch):
     """A message may name what it was given: the terminal shows it, the file that stays does not."""
     monkeypatch.setattr(errors, "_folder", tmp_path)
     config = load(tmp_path, "logger: {wandb: {entity: 'Bearer ${oc.env:TOKEN}'}}\n")

@@ -12,7 +12,7 @@ from nemo_rl_cpp.models.memory import certain_bytes, checkpoint_bytes, forecast,
 EIGHT = ["cluster.gpus_per_node=8", "policy.dtensor_cfg.tensor_parallel_size=4", "policy.generation.backend=vllm"]
 
 
-def test_message_for_a_configuration_of_eight_devices_names_devices_engine_time_and_memory():
+def test_message_for_an_eight_gpu_configuration_states_devices_engine_time_and_memory():
     config = load_grpo_config("grpo_math_1B.yaml", [*EIGHT, "policy.model_name=somebody/Great-8B-Instruct"])
     text = fold_text(config, forecast_summary(config))
     assert text.startswith(
@@ -30,13 +30,13 @@ def test_every_generation_backend_name_of_nemo_rl_selects_the_native_engine(back
     assert fold_text(config) == f"written for the engine {backend}: runs with the native engine; same mathematics"
 
 
-def test_configuration_that_fits_this_machine_gives_no_message_about_devices():
+def test_configuration_for_the_available_devices_gives_no_message_about_devices():
     assert fold_text(load_grpo_config("grpo_tiny.yaml")) is None
     assert fold_text(load_ppo_config("ppo_tiny.yaml")) is None
     assert fold_text(load_eval_config("evals/eval.yaml")) is None
 
 
-def test_device_count_in_the_message_is_the_larger_of_cluster_size_and_parallel_sizes():
+def test_device_count_in_the_message_is_the_maximum_of_cluster_size_and_parallel_sizes():
     def of(*overrides):
         return devices_of(load_grpo_config("grpo_math_1B.yaml", list(overrides)))
 
@@ -48,7 +48,7 @@ def test_device_count_in_the_message_is_the_larger_of_cluster_size_and_parallel_
     assert of(*megatron, "policy.megatron_cfg.pipeline_model_parallel_size=3") == 3
 
 
-def test_critic_parallel_sizes_are_checked_only_if_the_run_has_a_critic():
+def test_critic_parallel_sizes_are_checked_only_if_the_run_trains_a_critic():
     overrides = ["value.megatron_cfg.tensor_model_parallel_size=2", "cluster.strict_sizes=true"]
     with pytest.raises(ConfigError, match="value.megatron_cfg.tensor_model_parallel_size is 2.*set it to 1"):
         load_ppo_config(overrides=overrides)
@@ -56,7 +56,7 @@ def test_critic_parallel_sizes_are_checked_only_if_the_run_has_a_critic():
     assert sizes_of(raw) == {}
 
 
-def test_with_strict_sizes_true_unavailable_parallel_sizes_and_separate_devices_are_errors():
+def test_unavailable_parallel_sizes_and_devices_are_errors_with_strict_sizes():
     overrides = [*EIGHT, "cluster.strict_sizes=true", "policy.generation.colocated.enabled=false"]
     with pytest.raises(ConfigError) as caught:
         load_grpo_config("grpo_math_1B.yaml", overrides)
@@ -65,7 +65,7 @@ def test_with_strict_sizes_true_unavailable_parallel_sizes_and_separate_devices_
     ]  # fmt: skip
 
 
-def test_evaluation_written_for_eight_devices_runs_on_one_and_prints_a_message():
+def test_evaluation_configured_for_eight_devices_prints_a_message_on_one_device():
     sizes = ["cluster.gpus_per_node=8", "generation.vllm_cfg.tensor_parallel_size=8"]
     text = fold_text(load_eval_config("evals/eval.yaml", ["generation.backend=vllm", *sizes]))
     assert text.startswith(f"written for 8 devices ({', '.join(sizes).replace('=', ' ')})")
@@ -79,7 +79,7 @@ def test_check_and_dry_run_print_the_message_about_fewer_devices_only_once(capsy
         assert (shown.out + shown.err).count("written for 8 devices") == 1
 
 
-def test_python_configuration_gives_the_same_message_about_fewer_devices(capsys, monkeypatch):
+def test_configuration_built_in_python_gives_the_same_message_about_fewer_devices(capsys, monkeypatch):
     from nemo_rl_cpp import errors
     from nemo_rl_cpp.algorithms.parts import make_cluster
 
@@ -123,7 +123,7 @@ def test_minimum_memory_of_a_run_is_weights_master_weights_gradients_and_adamw_m
         assert any(finding.level == "error" for finding in model.check_memory(config)) == refused
 
 
-def test_minimum_memory_of_a_run_with_a_small_optimizer_state(tmp_path):
+def test_minimum_memory_with_8_bit_optimizer_state_matches_hand_computed_bytes_per_parameter(tmp_path):
     small = ["exp_avg_dtype=uint8", "exp_avg_sq_dtype=uint8", "store_param_remainders=true"]
     config, exact = large_model(tmp_path, 1, small), large_model(tmp_path, 1)
     parameters = certain_bytes(exact) / (2 + 4 + 8 + 4 + 2)
@@ -131,7 +131,7 @@ def test_minimum_memory_of_a_run_with_a_small_optimizer_state(tmp_path):
     assert checkpoint_bytes(config) == parameters * (2 + 2 + 2) and checkpoint_bytes(exact) == parameters * (2 + 4 + 8)
 
 
-def test_newest_configuration_keys_of_nemo_rl_are_accepted():
+def test_configuration_keys_of_the_newest_nemo_rl_version_are_accepted():
     config = load_ppo_config("ppo_math_1B.yaml", [
         "+ppo.critic_ppo_epochs='${ppo.ppo_epochs}'", "+ppo.warm_start_value_checkpoint=null", "+policy.dtensor_cfg.save_consolidated='false'",
         "+policy.dtensor_cfg.lora_cfg.restore_from=null", "+policy.generation.mcore_generation_config.logprobs_mode=processed_logprobs",
@@ -151,18 +151,18 @@ def test_model_of_unknown_size_gives_a_memory_warning_and_no_error():
     ("policy.tokenizer.chat_template_kwargs={enable_thinking: true}", {"enable_thinking": True}),
     ("+policy.tokenizer.chat_template_kwargs.enable_thinking=true", {"enable_thinking": True}),
 ])  # fmt: skip
-def test_overrides_need_no_plus_to_add_keys_to_free_form_mappings(override, expected):
+def test_overrides_can_add_keys_to_free_form_mappings_without_a_plus(override, expected):
     assert load_grpo_config("grpo_math_1B.yaml", [override]).policy.tokenizer.chat_template_kwargs == expected
     evaluation = load_eval_config("evals/eval.yaml", [override.replace("policy.", "")])
     assert evaluation.tokenizer.chat_template_kwargs == expected
 
 
-def test_automodel_cfg_is_accepted_as_a_name_of_dtensor_cfg():
+def test_automodel_cfg_is_accepted_as_an_alias_of_dtensor_cfg():
     config = load_grpo_config("grpo_math_1B.yaml", ["++policy.automodel_cfg.activation_checkpointing=true"])
     assert config.policy.activation_checkpointing
 
 
-def test_section_data_default_accepts_the_keys_of_the_data_set_that_it_names(tmp_path):
+def test_data_default_section_accepts_the_keys_of_its_data_set_class(tmp_path):
     file = tmp_path / "data.yaml"
     file.write_text(
         "policy: {model_name: m}\nenv: {math: {}}\ndata:\n  train: {data_path: a.jsonl, input_key: q}\n  validation: {data_path: b.jsonl}\n"
@@ -193,14 +193,14 @@ TP = "policy.dtensor_cfg.tensor_parallel_size=2"
 ENGINE_TP = "policy.generation.vllm_cfg.tensor_parallel_size=2"
 
 
-def test_tensor_parallel_size_that_this_machine_supports_is_used_without_a_message():
+def test_supported_tensor_parallel_size_is_used_without_a_message():
     config = of_workers("cluster.gpus_per_node=4", TP, ENGINE_TP)
     assert config.policy.tensor_parallel(4) == 2 and sizes_of(config) == {} and fold_text(config) is None
     of_workers("cluster.gpus_per_node=4", TP, ENGINE_TP, "cluster.strict_sizes=true")
     assert sizes_of(of_workers("cluster.gpus_per_node=4", ENGINE_TP)) == {ENGINE_TP.partition("=")[0]: 2}
 
 
-def test_tensor_parallel_size_that_does_not_divide_the_processes_becomes_1_or_an_error():
+def test_tensor_parallel_size_that_does_not_divide_the_process_count_becomes_1_or_an_error():
     config = of_workers("cluster.gpus_per_node=3", TP)
     assert config.policy.tensor_parallel(3) == 1
     assert f"written for 2 devices ({TP.replace('=', ' ')}): runs on 3 processes" in fold_text(config)

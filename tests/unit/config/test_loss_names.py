@@ -8,7 +8,7 @@ BASE = "configs/grpo_tiny.yaml"
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_loss_fn_name_sets_the_configuration_keys_that_define_the_loss(name):
+def test_loss_name_sets_the_configuration_keys_that_define_the_loss(name):
     loss = load_grpo_config(BASE, [f"loss_fn.name={name}"]).loss_fn
     assert loss.name == name
     for key, value in LOSSES[name].items():
@@ -16,12 +16,12 @@ def test_loss_fn_name_sets_the_configuration_keys_that_define_the_loss(name):
     assert ClippedPGLossConfig.model_validate(loss.model_dump()).model_dump() == loss.model_dump()
 
 
-def test_loss_names_of_verl_are_translated_to_those_of_this_package():
+def test_verl_loss_names_are_translated_to_loss_names_of_this_package():
     names = {"vanilla": "clipped_pg", "geo_mean": "gmpo"}
     assert {name: ClippedPGLossConfig(name=name).name for name in names} == names
 
 
-def test_loss_agg_mode_overrides_the_shipped_token_level_loss():
+def test_loss_agg_mode_overrides_token_level_loss_of_the_shipped_configuration():
     loss = load_grpo_config(BASE, ["loss_fn.loss_agg_mode=seq-mean-token-mean"]).loss_fn
     assert not loss.token_level_loss
 
@@ -39,6 +39,6 @@ def test_dr_grpo_divides_by_max_new_tokens_unless_a_factor_is_set():
     (["loss_fn.name=luspo", "loss_fn.loss_agg_mode=token-mean"], "loss_agg_mode is 'token-mean'"),
     (["loss_fn.name=sapo", "loss_fn.sapo_temperature_pos=0"], "sapo_temperature_pos"),
 ])  # fmt: skip
-def test_key_that_contradicts_loss_fn_name_is_an_error(overrides, key):
+def test_key_that_contradicts_the_loss_name_is_an_error(overrides, key):
     with pytest.raises(ConfigError, match=key):
         load_grpo_config(BASE, overrides)

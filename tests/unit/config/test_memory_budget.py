@@ -25,7 +25,7 @@ def settings(config):
     )  # fmt: skip
 
 
-def test_sufficient_memory_budget_only_sets_how_many_activations_of_generation_are_kept():
+def test_sufficient_memory_budget_changes_only_the_memory_limit_for_reused_activations():
     plain, config = load_grpo_config(NAME), chosen(100)
     assert config.policy.kept_activations_gb > 0
     kept = {"memory_budget_gb": None, "kept_activations_gb": None}
@@ -58,7 +58,7 @@ def test_memory_budget_changes_no_key_that_is_set_in_the_same_file(tmp_path):
     assert within_budget(GRPOMasterConfig(**given)).policy.train_micro_batch_size == 16
 
 
-def test_memory_budget_below_the_least_possible_memory_is_an_error_that_names_it():
+def test_memory_budget_below_the_minimum_memory_is_an_error_that_states_the_minimum():
     said = r"policy.memory_budget_gb is 2, but this run needs 3\.\d+ GB with micro-batches of 1 sample"
     with pytest.raises(ConfigError, match=said) as error:
         chosen(2)
@@ -74,7 +74,7 @@ def test_memory_budget_below_the_least_possible_memory_is_an_error_that_names_it
     (load_grpo_config, "cluster.executor=processes", "has several processes"),
     (load_ppo_config, "policy.precision=float32", "has a critic"),
 ])  # fmt: skip
-def test_memory_budget_is_an_error_for_a_run_whose_memory_is_not_planned(load, override, reason):
+def test_memory_budget_is_an_error_for_runs_without_memory_planning(load, override, reason):
     name = "ppo_tiny.yaml" if load is load_ppo_config else NAME
     with pytest.raises(ConfigError, match=f"this run {reason}, whose memory is not planned: set it to null"):
         load(name, ["++policy.memory_budget_gb=4", override])

@@ -73,6 +73,6 @@ def test_memory_estimate_of_the_transformers_backend_shards_the_critic_over_proc
     assert ppo["value weights"] == ppo["value gradients"] == ppo["value optimizer"] / 2
 
 
-def test_memory_estimate_of_the_transformers_backend_mentions_no_kept_activations():
+def test_memory_estimate_of_the_transformers_backend_has_no_reused_generation_activations():
     assert "kept beside it" not in forecast_text(load_grpo_config("grpo_tiny.yaml", list(HF)))
     assert "kept beside it" in forecast_text(load_grpo_config("grpo_tiny.yaml", [MODEL]))

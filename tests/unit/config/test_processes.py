@@ -36,7 +36,7 @@ def test_data_parallel_sharding_strategy_sets_gradient_sharding_and_overlap(over
     assert (policy.shards_gradients, policy.overlaps_grad_reduce) == (sharded, beside)
 
 
-def test_critic_uses_the_policys_sharding_strategy_unless_it_has_its_own():
+def test_critic_inherits_the_sharding_strategy_of_the_policy_unless_configured_separately():
     config = load_ppo_config("ppo_tiny.yaml", [f"{STRATEGY}=optim_grads", "policy.overlap_grad_reduce=true"])
     assert config.value.shards_gradients and config.value.overlaps_grad_reduce
     own = "value.data_parallel_sharding_strategy=optim"
@@ -65,7 +65,7 @@ def gradients(*overrides):
     return next(size for phase in phases for name, size in phase.parts if name == "policy gradients")
 
 
-def test_memory_estimate_is_smaller_if_a_gradient_block_is_one_micro_batch():
+def test_gradient_sharding_saves_more_memory_if_a_gradient_block_is_one_micro_batch():
     blocks = ("policy.gradient_blocks=8", "policy.train_global_batch_size=64")
     one = (*blocks, "policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=8")
     sharded = gradients(*one, f"{STRATEGY}=optim_grads")
@@ -78,7 +78,7 @@ def test_memory_estimate_is_smaller_if_a_gradient_block_is_one_micro_batch():
     ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, 1), ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3"}, 3),
     ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_TASKS": "2"}, 2),
 ])  # fmt: skip
-def test_number_of_ranks_is_read_from_the_launchers_environment_variables(environment, ranks):
+def test_rank_count_is_read_from_the_environment_variables_of_the_launcher(environment, ranks):
     assert launched_ranks(environment) == ranks
 
 
@@ -89,12 +89,12 @@ def launcher(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
 
 
-def test_executor_auto_without_a_launcher_trains_in_this_process():
+def test_automatic_executor_without_a_launcher_trains_in_the_current_process():
     cluster = grpo("cluster.gpus_per_node=8").cluster
     assert (cluster.chosen_executor, cluster.processes) == ("in_process", 1)
 
 
-def test_executor_auto_under_a_launcher_trains_on_the_launchers_ranks(launcher):
+def test_automatic_executor_under_a_launcher_trains_on_the_ranks_of_the_launcher(launcher):
     config = grpo("cluster.gpus_per_node=2")
     assert (config.cluster.chosen_executor, config.cluster.processes, trainers_of(config)) == ("processes", 2, 2)
     assert fold_text(config) is None
@@ -110,7 +110,7 @@ def test_executor_auto_under_a_launcher_trains_on_the_launchers_ranks(launcher):
         grpo("cluster.gpus_per_node=8", "cluster.strict_sizes=true")
 
 
-def test_features_for_one_process_are_errors_under_a_launcher_of_two_ranks(launcher):
+def test_single_process_features_are_errors_under_a_launcher_with_two_ranks(launcher):
     said = "auto under a launcher of 2 ranks is for training: an evaluation runs in one process; start one process"
     with pytest.raises(ConfigError, match=said):
         load_eval_config("evals/reverse_digits.yaml", [])

@@ -54,7 +54,7 @@ def test_configuration_strings_given_in_python_are_not_parsed_as_yaml(text):
     assert config.policy.hf_config_overrides == {"a": [text]}
 
 
-def test_interpolations_of_the_file_use_values_given_in_python():
+def test_interpolations_in_the_configuration_file_use_values_given_in_python():
     config = load_grpo_config(
         "grpo_math_1B.yaml", values={"policy.max_total_sequence_length": 96, "policy.generation.max_new_tokens": 7}
     )
@@ -225,7 +225,7 @@ def test_configuration_section_accepts_only_keyword_arguments():
     ({"grpo.adv_estimator.name": "reinforce_plus_plus", "grpo.adv_estimator.minus_baseline": False}, False),
     ({"loss_fn.positive_example_nll_weight": 0.5}, False),
 ])  # fmt: skip
-def test_one_generation_per_prompt_is_rejected_if_every_advantage_is_zero(changes, refused):
+def test_one_generation_per_prompt_is_an_error_if_every_advantage_would_be_zero(changes, refused):
     values = {"grpo.num_generations_per_prompt": 1, "grpo.num_prompts_per_step": 32} | changes
     values["policy.train_global_batch_size"] = 32
     if not refused:
@@ -250,7 +250,7 @@ def test_ppo_accepts_one_generation_per_prompt():
     assert config.ppo.num_generations_per_prompt == 1
 
 
-def test_policy_configuration_created_without_a_whole_configuration_is_checked():
+def test_policy_configuration_created_separately_is_checked():
     good = {"model_name": "tiny-random", "dtensor_cfg": {"tensor_parallel_size": 1}}
     assert checked_policy(good).generation.max_new_tokens == 512
     with pytest.raises(ConfigError, match="dtensor_cfg.lora_cfg.dropout cannot be 0.1: dropout is not supported"):
@@ -259,7 +259,7 @@ def test_policy_configuration_created_without_a_whole_configuration_is_checked()
         checked_policy(good | {"generation": {"temperature": 0}})
 
 
-def test_override_that_is_not_a_string_is_rejected():
+def test_configuration_override_that_is_not_a_string_is_an_error():
     assert load_grpo_config("grpo_tiny.yaml", "grpo.seed=5").grpo.seed == 5
     said = "an override is a text such as 'grpo.seed=1', not dict; Python values go into `values`"
     with pytest.raises(ConfigError, match=said):

@@ -28,7 +28,7 @@ def workers(nodes, each):
     ((*workers(1, 3), f"{RESOURCES}.gpus_per_node=1"), 3, 0),  # colocated: not read
     ((APART, f"{RESOURCES}.gpus_per_node=1"), 1, 0),  # auto: folded
 ])  # fmt: skip
-def test_workers_not_used_by_separate_engines_are_used_for_training(overrides, trainers, engines):
+def test_workers_without_a_separate_generation_engine_are_used_for_training(overrides, trainers, engines):
     config = load(*overrides)
     assert (trainers_of(config), engines_of(config)) == (trainers, engines)
 
@@ -49,12 +49,12 @@ def test_workers_not_used_by_separate_engines_are_used_for_training(overrides, t
     ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=0"), "gpus_per_node"),
     ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", "policy.refit_buffer_size_gb=0"), "refit_buffer_size_gb"),
 ])  # fmt: skip
-def test_engine_sizes_that_do_not_fit_the_cluster_are_errors(overrides, said):
+def test_generation_engine_sizes_that_do_not_fit_the_cluster_are_errors(overrides, said):
     with pytest.raises(ConfigError, match=said):
         load(APART, *overrides)
 
 
-def test_memory_estimate_includes_engines_in_separate_processes():
+def test_memory_estimate_includes_generation_engines_in_separate_processes():
     def parts(*overrides):
         return {name: size for phase in forecast(load(*overrides)) for name, size in phase.parts}
 

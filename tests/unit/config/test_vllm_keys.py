@@ -16,7 +16,7 @@ def mistakes(*overrides):
     return str(error.value)
 
 
-def test_engine_vllm_is_used_only_if_its_python_interpreter_or_its_server_is_configured():
+def test_vllm_is_used_only_if_its_python_interpreter_or_server_url_is_configured():
     for given in (VLLM, SERVER):
         config = load_grpo_config("grpo_tiny.yaml", given)
         assert config.policy.generation.runs_vllm and fold_text(config) is None
@@ -25,13 +25,13 @@ def test_engine_vllm_is_used_only_if_its_python_interpreter_or_its_server_is_con
     assert not folded.policy.generation.runs_vllm and "the engine vllm" in fold_text(folded)
 
 
-def test_unsupported_parallel_sizes_of_vllm_are_reduced_and_vllm_remains_the_engine():
+def test_unsupported_parallel_sizes_of_vllm_are_reduced_and_vllm_is_still_used():
     text = fold_text(load_grpo_config("grpo_tiny.yaml", [*VLLM, "policy.generation.vllm_cfg.tensor_parallel_size=4"]))
     assert "with vLLM; same mathematics" in text and "the engine vllm" not in text
 
 
 @pytest.mark.parametrize("trainer", ["native", "hf"])
-def test_engine_vllm_enables_the_importance_sampling_correction_unless_it_is_set(trainer):
+def test_vllm_enables_the_importance_sampling_correction_unless_configured_otherwise(trainer):
     config = load_grpo_config("grpo_tiny.yaml", [*VLLM, f"policy.backend={trainer}"])
     assert not exactness_of(config.policy).equal
     assert config.loss_fn.use_importance_sampling_correction is True
@@ -42,7 +42,7 @@ def test_engine_vllm_enables_the_importance_sampling_correction_unless_it_is_set
     assert given.loss_fn.use_importance_sampling_correction is False and "left open" not in exactness_text(given)
 
 
-def test_table_of_equal_logprobs_has_a_row_for_every_pair_of_trainer_and_engine():
+def test_only_the_native_trainer_and_engine_are_listed_as_having_equal_logprobs():
     assert set(EXACTNESS) == {("native", "native"), ("hf", "hf"), ("native", "vllm"), ("hf", "vllm")}
     assert [pair for pair, row in EXACTNESS.items() if row.equal] == [("native", "native")]
 
@@ -81,7 +81,7 @@ OF_SERVER = [
 @pytest.mark.parametrize(
     "vllm, overrides, text", [(VLLM, *case) for case in OF_PYTHON] + [(SERVER, *case) for case in OF_SERVER]
 )
-def test_settings_incompatible_with_vllm_are_rejected(vllm, overrides, text):
+def test_settings_incompatible_with_vllm_are_errors(vllm, overrides, text):
     assert text in mistakes(*vllm, *overrides)
 
 

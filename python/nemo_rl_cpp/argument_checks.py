@@ -35,7 +35,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: f
 
 
 def having_words(name: str, known: Iterable[str]) -> list[str]:
-    """Return up to three known names that have all words of `name` or their synonyms, shortest first."""
+    """Return up to three known names that have all words of `name` or their synonyms, fewest other words first."""
     words = {
         other: {part for word in _WORDS.findall(other) for part in _SAME.get(word, word).split()}
         for other in (*known, name)

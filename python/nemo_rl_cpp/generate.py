@@ -33,7 +33,7 @@ def sampling(
     max_new_tokens: int, temperature: float, top_p: float, seed: int, top_k: int | None = None, greedy: bool = False,
     stop_strings: str | Sequence[str] | None = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the native engine's settings for those of `TextGenerator.generate`; raise ValueError if invalid."""
+    """Return the arguments of `TextGenerator.generate` in the native engine's form. Raise ValueError if invalid."""
     temperature = number("temperature", temperature, SMALLEST, LARGEST, zero_is="for greedy decoding")
     return {
         "max_new_tokens": whole_number("max_new_tokens", max_new_tokens, 1),

@@ -67,7 +67,7 @@ class Callback:
         """React to the complete checkpoint `event.checkpoint`, after the step's validation, if any."""
 
     def on_end(self, event: RunEvent) -> None:
-        """Called once when the run ends, unless a second Ctrl-C aborts the run."""
+        """React to the end of the run, unless a second Ctrl-C aborts the run."""
 
 
 @dataclass(eq=False)

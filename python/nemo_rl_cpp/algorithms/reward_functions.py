@@ -263,7 +263,7 @@ def _centred_weights(lengths: list[int]) -> list[float]:
 
 
 def _outliers(rows: list[int], lengths: Sequence[int], threshold: float) -> list[int]:
-    """Return those of `rows` whose modified z-score of the length (Iglewicz and Hoaglin) exceeds `threshold`."""
+    """Return the `rows` whose length has a modified z-score (Iglewicz and Hoaglin) above `threshold`."""
     values = [lengths[i] for i in rows]
     median = statistics.median(values)
     mad = statistics.median(abs(value - median) for value in values)

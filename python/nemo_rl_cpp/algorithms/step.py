@@ -156,7 +156,7 @@ def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
 
         critic/explained_var = 1 - Var(R - V) / max(Var(R), 1e-8)
 
-    over the valid tokens. V is that of the training forward pass."""
+    over the valid tokens, with V from the training forward pass."""
     metrics = step_metrics.training_metrics(value_results)
     returns, values = metrics.get("returns_mean", 0.0), metrics.get("values_mean", 0.0)
     residual_variance = metrics.get("residual_sq_mean", 0.0) - (returns - values) ** 2

@@ -168,12 +168,12 @@ class _FewLayers(ModelFolder):
 
 
 class _Sample:
-    """A small model like the run's model `section`, and measurements of it. It has some of the layers and the same share
-    of the vocabulary: the whole model is `factor` times as large in each part.
+    """A small model like the run's model `section`, and measurements of it. It has some of the layers and the same
+    share of the vocabulary, so the whole model is `factor` times as large in each part.
 
     Args:
         folder: the whole model.
-        decodes: take so many layers that decode steps read the weights from memory, as those of the whole model do."""
+        decodes: take so many layers that decode steps read the weights from memory, as in the whole model."""
 
     def __init__(
         self, config: TrainMasterConfig, section: str, folder: ModelFolder, shape: Shape, decodes: bool
@@ -275,7 +275,7 @@ def _shortest(work: Callable[[], object], begin: Callable[[float], float] = lamb
 def step_time(
     config: TrainMasterConfig, shape: Shape, costs: Mapping[str, Costs], rates: Mapping[str, Rates], kept: float
 ) -> tuple[float, float]:  # fmt: skip
-    """Return the seconds of a step's generation and of the rest of the step. `costs` and `rates` are those of "policy"
+    """Return the seconds of a step's generation and of the rest of the step. `costs` and `rates` have the keys "policy"
     and "value". `kept` is the share of tokens whose activations generation keeps for the first update."""
     loop, penalty, generation, training = config.loop, config.loss_fn.reference_policy_kl_penalty, 0.0, 0.0
     for section, model in config.trained_models().items():

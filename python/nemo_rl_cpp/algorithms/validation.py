@@ -58,8 +58,8 @@ class Validator:
 
     def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Environment]) -> list[str] | None:
         """Return the sorted names of the metrics that a validation will have: `rollout_names`, the metrics of training
-        rollouts, and those that only a validation has. Return None (not known yet) if the environments of validation
-        are not of the same names and classes as those of training, `task_to_env`."""
+        rollouts, and the metrics of validations alone. Return None (not known yet) if names or classes of the
+        validation's environments differ from the training environments `task_to_env`."""
         mine, theirs = ({name: type(env) for name, env in envs.items()} for envs in (self.task_to_env, task_to_env))
         return sorted({*rollout_names, *OWN_METRICS}) if mine == theirs else None
 

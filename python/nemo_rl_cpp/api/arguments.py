@@ -303,7 +303,7 @@ def dataset_of(
     rows: list[Row], tokenizer: TokenizerType, limit: int, name: str = "prompt", limit_name: str = "max_length"
 ) -> AllTaskProcessedDataset:
     """Return the rows as a data set. Raise ValueError for the first prompt that the chat template rejects, or that
-    leaves no room for a response within `limit` tokens; the message calls them `name` and `limit_name`."""
+    leaves no room for a response within `limit` tokens. `name` and `limit_name` name prompt and limit in messages."""
     for i, row in enumerate(rows):
         prompt = prompt_of(row["prompt"], f"{name} {i}")
         if isinstance(prompt, str) and len(prompt.encode()) < limit // 2:  # a token is at least one byte, except BOS

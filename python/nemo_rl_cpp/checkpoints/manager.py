@@ -356,8 +356,8 @@ def _recover(root: Path) -> list[str]:
 
 
 def _recover_one(prefix: str, step: int, path: Path) -> str | None:
-    """Publish a complete tmp_step_N, rename old_step_N back if there is no step_N, and delete any other folder with a
-    prefix. Return what was done. Called for tmp_step_N first, so that a newer step_N takes precedence."""
+    """Publish a complete tmp_step_N, rename old_step_N to step_N if there is none, and delete any other tmp_, old_ or
+    del_ folder. Return what was done. Called for tmp_step_N first, so that a newer step_N takes precedence."""
     target = path.with_name(f"step_{step}")
     if prefix == "tmp_" and not path.is_symlink() and durable.folder_problem(path, contents=True) is None:
         _publish(path)

@@ -172,8 +172,8 @@ def _data(config: WholeConfig) -> str:
 
 
 def rows_of(section: Mapping[str, object], evaluation: bool = False) -> int | None:
-    """Return the number of rows of the data set that `section` configures, a generated one or a JSON Lines file, or
-    None if counting would be slow. `evaluation`: whether the section belongs to an evaluation."""
+    """Return the number of rows of the data set in `section` if it is generated or a JSON Lines file; None if counting
+    would be slow. `evaluation`: whether the section belongs to an evaluation."""
     path = section.get("data_path")
     try:
         if section.get("dataset_name") in QUICK_DATASETS:

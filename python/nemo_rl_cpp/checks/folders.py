@@ -1,5 +1,5 @@
-"""Check the folders to which a run writes: write access, free space, other runs. Compare a run's configuration with
-that of the checkpoint from which it resumes: some differences are only reported, others are errors.
+"""Check the folders to which a run writes: write access, free space, other runs. Compare a run's configuration with its
+checkpoint's, from which it resumes: some differences are only reported, others are errors.
 
 The module needs neither torch nor weights. The package `checks` calls it before the run starts,
 `algorithms/checkpointing.py` when the run resumes."""

@@ -164,7 +164,7 @@ def _whole_folder(use: _Use) -> Iterator[Finding]:
 
 
 def _check_name(use: _Use) -> Iterator[Finding]:
-    """Yield a problem if no model on the Hub can have this name, or if it resembles that of a model on this machine."""
+    """Yield a problem if no model on the Hub can have this name, or if a model on this machine has a similar one."""
     try:
         check_is_no_file(use.name, use.key)
     except SourceError as error:
@@ -177,7 +177,7 @@ def _check_name(use: _Use) -> Iterator[Finding]:
 
 
 def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
-    """Yield problems with adapters: PEFT cannot load them, or they select no layer."""
+    """Yield problems with adapters that PEFT cannot load or that select no layer."""
     key = model.lora_key(section)
     if model.lora is not None and model.model_name == TINY_RANDOM:
         yield Finding(

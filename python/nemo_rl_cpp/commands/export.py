@@ -15,7 +15,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the GGUF file, and print how much its logits differ from those of the original model."""
+    """Write the GGUF file, and print how much its logits differ from the original model's."""
     parser = command_parser("export", "Write a model as a GGUF file, for llama.cpp, Ollama and LM Studio.", _EXAMPLES)
     add_model_option(parser)
     parser.add_argument("--gguf", choices=FORMATS, required=True, help="format of the matrices")

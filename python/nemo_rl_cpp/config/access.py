@@ -1,4 +1,4 @@
-"""Converts configuration values to plain data (for JSON files), and Python values to configuration values."""
+"""Convert configuration values to plain data (for JSON files), and Python values to configuration values."""
 
 import math
 import os

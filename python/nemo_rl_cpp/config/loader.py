@@ -1,4 +1,4 @@
-"""Loads a configuration. C++ code reads the files, merges them and resolves interpolations. The schema then checks the
+"""Load a configuration. C++ code reads the files, merges them and resolves interpolations. The schema then checks the
 result, and all mistakes are reported together."""
 
 import difflib

@@ -181,8 +181,8 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
 
 
 def _not_read(report: Report, key: str, beside: str) -> None:
-    """Report that `key` has no effect with the setting that the text `beside` describes. Report only a key that the
-    run's own file or an override sets, not one from a parent file."""
+    """Report that `key` has no effect with the setting described by `beside`, if the run's own file or an override sets
+    the key, not a parent file."""
     if report.nearness(key) >= 2:
         report.add(key, f"has no effect with {beside}: leave it out")
 

@@ -86,8 +86,8 @@ def _ids(value: object, where: str) -> list[int]:
 def save_generation_config(
     folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType | None, target: Path
 ) -> None:
-    """Write the generation_config.json of a trained model into the folder `target`: a copy of that in `folder`, or keys
-    of `config` (config.json) if there is none. If it lacks end tokens, add those of `config` or the tokenizer."""
+    """Write a trained model's generation_config.json into the folder `target`: a copy of the file in `folder`,
+    otherwise keys of `config` (config.json). If end tokens are missing, add those of `config` or the tokenizer."""
     content = {} if folder is None else read_json(folder / GENERATION_CONFIG)
     if not content:
         content = {key: config[key] for key in _FROM_CONFIG if config.get(key) is not None}

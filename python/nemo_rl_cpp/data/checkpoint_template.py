@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """Set the chat template of `tokenizer` to that of the model in `folder`. If the model has none and `folder` is a
-    checkpoint of a run (`step_N/policy/weights`), set the run's template. Return notes for the user, one sentence each.
-    Raise ValueError if neither has a template."""
+    """Give `tokenizer` the chat template of the model in `folder`. If the model has none and `folder` is a checkpoint
+    of a run (`step_N/policy/weights`), take the run's template. Return notes for the user, one sentence each. Raise
+    ValueError if neither has a template."""
     run, own = run_section(folder), tokenizer.chat_template
     where = "" if run is None else f"policy.tokenizer.chat_template of {_run_config(folder)}"
     used = _template_of_run(run, folder, own)

@@ -96,8 +96,8 @@ class DatumSpec(TypedDict):
 class TaskDataSpec:
     """The settings that determine how the rows of a task become prompts.
 
-    `prompt_file` is the path of a text with the placeholder `{}` for the question, `system_prompt_file` that of the
-    system message. Both are read immediately, into `prompt` and `system_prompt` (None without a file). A relative path
+    `prompt_file` is the path of a text with the placeholder `{}` for the question, `system_prompt_file` the system
+    message's path. Both are read immediately, into `prompt` and `system_prompt` (None without a file). A relative path
     is looked up in the working directory, then in the source tree, then in the package. A missing file raises
     FileNotFoundError."""
 

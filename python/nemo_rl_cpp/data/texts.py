@@ -17,7 +17,7 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def is_byte_token(spelling: str | None) -> bool:
-    """Return whether a token's spelling is that of a single byte, which SentencePiece writes like `<0x0A>`."""
+    """Return whether a token's spelling means a single byte, as SentencePiece's `<0x0A>` does."""
     return spelling is not None and _BYTE_FALLBACK.fullmatch(spelling) is not None
 
 
@@ -153,7 +153,8 @@ class TextStream:
         return text not in self._kept and text != self._without_special([token])
 
     def _settle(self, text: str) -> None:
-        """Divide `text`, that of the tokens in `_window`, among the tokens in `_waiting`; append it to `_held`."""
+        """Divide `text`, which the tokens in `_window` decode to, among the tokens in `_waiting`; append it to
+        `_held`."""
         known = len(self._known)
         for end in self._waiting:
             until = text if end == len(self._window) else self._decode(self._window[:end])

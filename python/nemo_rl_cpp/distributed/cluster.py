@@ -61,7 +61,7 @@ class Cluster:
         settings: section `cluster` of the configuration: executor, threads and timeouts.
         role: the word for a worker in messages, such as "rank".
 
-    Raise ValueError for GPU workers outside this process."""
+    The constructor raises ValueError for GPU workers outside this process."""
 
     def __init__(
         self, bundle_ct_per_node_list: list[int], use_gpus: bool = True, name: str = "", settings: ClusterConfig | None = None,

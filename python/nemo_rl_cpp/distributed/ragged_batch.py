@@ -14,8 +14,8 @@ LENGTHS = "input_lengths"
 
 
 class RaggedBatch(MutableMapping[str, Any]):
-    """A batch of B samples with T tokens in total. Per-token tensors have T entries; those of sample b
-    are [offsets[b], offsets[b + 1]).
+    """A batch of B samples with T tokens in total. Per-token tensors have T entries, of which sample b has [offsets[b],
+    offsets[b + 1]).
 
     As a mapping it has NeMo RL's padded layout, which losses, estimators and adapters use: per-token `batch[name]` is
     [B, S], padded on the right with zeros (`input_ids` with the pad token), and `input_lengths` is int32 [B]. A padded
@@ -260,7 +260,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
     @property
     def size(self) -> int:
-        """The number of rows, which is that of the first key's value, or 0 without keys."""
+        """The number of rows: the length of the first key's value, or 0 without keys."""
         return len(next(iter(self.data.values()))) if self.data else 0
 
     @classmethod

@@ -102,8 +102,8 @@ class Ranks:
         return Ranks(group, count, same_slice, self.address, tensor, self.communicator, self.meet, members=members)
 
     def beside(self) -> Communicator | None:
-        """Return a second communicator for the same processes as those of `communicator`, so that another thread can
-        use it at the same time; None for a single process. All of these processes must call this method."""
+        """Return a second communicator for the processes of `communicator`, so that another thread can use it at the
+        same time; None for a single process. All of these processes must call this method."""
         return None if self.communicator is None or self.meet is None else self.meet(self.members, "beside")
 
     def tensor_least(self, value: int) -> int:

@@ -102,7 +102,7 @@ def let_ray_go() -> None:
 
 
 def surroundings() -> tuple[str, dict[str, str]]:
-    """Return the working directory and the environment variables, except those of a machine or a process."""
+    """Return the working directory and the environment variables, but not variables of a machine or a process."""
     kept = {name for name in os.environ if name not in _OF_A_MACHINE and not name.startswith(_OF_A_PROCESS)}
     return os.getcwd(), {name: os.environ[name] for name in sorted(kept)}
 

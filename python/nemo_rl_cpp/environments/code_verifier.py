@@ -252,8 +252,7 @@ class CodeVerifyWorker(VerifierBase):
 
 
 def reason_of(result: TestResult, limits: Limits) -> str:
-    """Return why tests failed, such as "memory_limit: 512 MB", from how the run ended and its standard error. `limits`
-    applied to the run."""
+    """Return why tests of a run with these `limits` failed, such as "memory_limit: 512 MB"."""
     outcome = result.outcome
     assert outcome is not None
     errors = outcome.stderr.decode(errors="replace")

@@ -127,7 +127,7 @@ def findable_name(name: str) -> str:
 
 
 def published_name(name: str) -> str:
-    """Return the name for other programs: that of the packaged model on the Hub, else `name`."""
+    """Return the model's name for other programs: for the packaged model its name on the Hub, else `name`."""
     return _SMOLLM2_HUB if name.lower() == SMOLLM2 else name
 
 
@@ -438,7 +438,8 @@ def find_policy_weights(name: str) -> str:
 
 
 def _problem_of_weights(step: Path) -> str | None:
-    """Return what is wrong with the policy's weights in a checkpoint; without a manifest, whether they are missing."""
+    """Return a text on damaged or missing policy weights in a checkpoint, else None. Without a manifest only their
+    existence is checked."""
     if (step / MANIFEST).exists():
         return folder_problem(step, contents=False, within=f"{_WEIGHTS}/")
     return None if any((step / _WEIGHTS).glob("*")) else f"it has no files in {_WEIGHTS}"

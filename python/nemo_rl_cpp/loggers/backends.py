@@ -224,7 +224,7 @@ class MLflowLogger(TrackerLogger):
 
     @contextmanager
     def _own_server(self) -> Iterator[ModuleType]:
-        """Yield the module `mlflow` with this run's tracking URI, and set that of user code again at the end."""
+        """Yield the module `mlflow` with this run's tracking URI, and restore the user code's URI at the end."""
         theirs = self._tracker.get_tracking_uri()
         if theirs == self._uri:
             yield self._tracker

@@ -56,7 +56,7 @@ class Buffers:
 
     @property
     def _inner(self) -> float:
-        """Return the intermediate size of a layer's MLP, or the sum of those of the experts that process one token."""
+        """Return the intermediate size of a layer's MLP, or of the experts that process one token, summed."""
         return self.sizes.experts_per_token * self.sizes.intermediate_size + self.sizes.shared_expert_size
 
     @property

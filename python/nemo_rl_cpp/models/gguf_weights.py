@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file: their names and their layout, compared with those of a Hugging Face folder."""
+"""The names and layout of a GGUF file's tensors, compared with a Hugging Face folder's."""
 
 from __future__ import annotations
 

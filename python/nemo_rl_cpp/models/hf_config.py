@@ -188,7 +188,7 @@ def _respelt(config: Mapping[str, Plain], made: Architecture) -> dict[str, Plain
 
 
 def _derive(form: dict[str, Plain]) -> None:
-    """Set sizes of a layer that are missing in the config.json `form` and follow from its other keys."""
+    """Set a layer's sizes that the config.json `form` omits and that follow from its other keys."""
     heads, hidden, made = form["num_attention_heads"], form["hidden_size"], SUPPORTED_ARCHITECTURES[form["model_type"]]
     if form.get("num_key_value_heads") is None:
         form["num_key_value_heads"] = heads

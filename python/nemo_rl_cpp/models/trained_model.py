@@ -154,7 +154,7 @@ class TrainedModel:
         return dtypes.get(settings.exp_avg_dtype), dtypes.get(settings.exp_avg_sq_dtype)
 
     def _load(self, folder: ModelFolder, *, trainable: bool, weights: str | Path | None = None) -> C.DecoderModel:
-        """Return the model of `folder` with the weights of the folder `weights`; None: those of `folder` itself."""
+        """Return the model of `folder`, with the weights of the folder `weights` unless that is None."""
         if weights is None:
             folder.check_weights()
         model = C.DecoderModel(
@@ -491,7 +491,7 @@ class TrainedModel:
         self.model.compute.copy_(whole)  # all of it, as masters_changed() rounds this rank's part only
 
     def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice) -> None:
-        """Copy this rank's shard of the optimizer tensor `name` from `saved`, that of the whole model."""
+        """Copy this rank's shard of the whole model's optimizer tensor `saved` into `tensor`; `name` is its name."""
         begin, end = self.trainer.shard
         tensor.copy_(saved[begin:end] if self.ranks.tensor_size == 1 else self.trained.take(saved[:])[begin:end])
 

@@ -401,8 +401,8 @@ def split_experts(
 def _stacked_experts(
     prefix: str, names: Sequence[str], tensor: RawTensor | TensorEntry
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield (name, view) of each matrix of each expert in `tensor` [experts, rows, columns], whose rows are those of
-    the first matrix in `names`, then those of the next."""
+    """Yield (name, view) of each matrix of each expert in `tensor` [experts, rows, columns], whose rows hold the
+    matrices `names` one after the other."""
     count, rows, columns = tensor.shape
     part = tensor._replace(shape=[rows // len(names), columns])
     for index in range(count * len(names)):

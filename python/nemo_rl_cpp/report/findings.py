@@ -26,7 +26,8 @@ class Finding(NamedTuple):
 
 
 Found = tuple[str, str, str] | tuple[str, str, str, str] | None
-"""Level, title and advice of a finding, and its metric if the rule names none."""
+"""What a rule returns: level, title and advice of a finding, and its metric if `rule` names none; None: nothing
+found."""
 RULES: list[Callable[[MetricHistory], Finding | None]] = []
 
 
@@ -159,8 +160,8 @@ def _constant_reward(h: MetricHistory) -> str | None:
 
 @rule(ERROR)
 def exactness(h: MetricHistory) -> Found:
-    """Return a finding (level, title, advice) on how much the probabilities of trainer and generation engine differ, in
-    steps whose samples are not stale; None if no such step was logged."""
+    """Report how much the probabilities of trainer and generation engine differ, in steps whose samples are not
+    stale."""
     stale = dict(zip(*h.curve("train/stale_samples")))
     values = [value for step, value in h.by_step(ERROR).items() if not stale.get(step)]
     if not values:

@@ -135,11 +135,11 @@ def group_reward_metrics(groups: list[list[float]]) -> dict[str, float]:
     """Return metrics of the prompt groups that give no gradient because all their rewards are equal. `groups` holds the
     rewards of each group, from `rewards_by_group`.
 
-    `groups/num` is the number of groups, and `zero_std_groups` (NeMo RL's name) that of the groups of two or more whose
-    rewards are all equal. The others are percentages of the groups of two or more, and are omitted if
-    there are none: `groups/pct_mixed` (rewards that differ), `groups/pct_equal` (equal rewards),
-    `groups/pct_equal_best` (all rewards equal the highest of the batch) and `groups/pct_equal_worst` (all equal the
-    lowest). If all rewards of the batch are equal, a reward of 1 or more counts as best, and a smaller one as worst."""
+    `groups/num` counts all groups, `zero_std_groups` (NeMo RL's name) the groups of two or more whose rewards are all
+    equal. The others are percentages of the groups of two or more, and are omitted if there are none:
+    `groups/pct_mixed` (rewards that differ), `groups/pct_equal` (equal rewards), `groups/pct_equal_best` (all rewards
+    equal the highest of the batch) and `groups/pct_equal_worst` (all equal the lowest). If all rewards of the batch are
+    equal, a reward of 1 or more counts as best, and a smaller one as worst."""
     compared = [group for group in groups if len(group) > 1]
     equal = [group[0] for group in compared if min(group) == max(group)]
     number = {"groups/num": float(len(groups)), "zero_std_groups": len(equal)}

@@ -124,8 +124,8 @@ def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> Envir
 
 
 class EarlyScoring:
-    """The scoring of responses that end while others of their turn are still generated (`calculate_rewards` scores
-    those).
+    """The scoring of responses that end while others of their turn are still generated (`calculate_rewards` scores the
+    rest).
 
     Only environments that score rows independently (`scores_rows_alone`) and run concurrently (`.remote`) take part, so
     rewards equal those of one call at the end. Rows that end while an environment is busy form its next call."""

@@ -173,7 +173,7 @@ def _serve_worker(seed: int, worker: EngineWorker, engine: NativeGeneration) -> 
 
 
 def _sampling(inner: NativeGeneration, stream: str) -> Sampling:
-    """Return the sampling parameters that requests of a rollout get: those of the stream `stream`, "train" or "val"."""
+    """Return the sampling parameters of the stream `stream`, "train" or "val", which requests of a rollout get."""
     found = inner.sampling(False, stream)
     return Sampling(0.0) if found.greedy else Sampling(found.temperature, found.top_p, found.top_k)
 

@@ -65,8 +65,8 @@ class Rollouts:
 
     def register(self, key: str, stream: int, sampling: Sampling, name: str | None = None) -> str:
         """Add a rollout that a run will train on. Return its key: `key`, or a new one if `key` was already used.
-        Requests are sampled from the stream `stream` with the parameters `sampling`, seeded by `name` (None: by the
-        key)."""
+        `stream` ("train" or "val" as a number) and `name` (None: the key) seed its sampling, with the parameters
+        `sampling`."""
         with self._lock:
             own, number = key, 1
             while own in self._registered or own in self._ended:

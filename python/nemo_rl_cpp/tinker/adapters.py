@@ -281,7 +281,7 @@ class AdaptedModel:
         return total, [row.float() for row in _of_rows(rows, scored[wanted])]
 
     def _score_prompts(self, rows: Sequence[Row], groups: Sequence[PromptGroup], width: int) -> list[Tensor]:
-        """Return the log-probabilities [length, width] of the targets in each group's prompt, computed once."""
+        """Return, for each group, the log-probabilities [length, width] of the targets in its shared prompt."""
         prompts = [
             Row(rows[group.begin].tokens[: group.length], rows[group.begin].targets[: group.length], torch.Size(), {})
             for group in groups

@@ -170,8 +170,8 @@ class CollectiveWeights(SentWeights):
         }  # fmt: skip
 
     def _together(self, ours: str, theirs: str, argument: object) -> list[list]:
-        """Call the method `ours` of trainer rank 0 and `theirs` of all engines at the same time, both with `argument`.
-        Return their results: ([rank 0's], [the engines'])."""
+        """Call `ours` of trainer rank 0 and `theirs` of all engines at the same time, with `argument`. Return [[rank
+        0's result], [the engines' results]]."""
         trainers, engines = self._policy.group, self._generation.group
         calls = [trainers.run_single_worker_single_data(ours, 0, argument)]
         others = engines.run_all_workers_single_data(theirs, argument)

@@ -108,7 +108,7 @@ class ClippedPGLossFn:
         self._old_logprobs = "generation_logprobs" if cfg.bypass_mode else "prev_logprobs"
 
     def __getattr__(self, name: str) -> object:
-        """Return the setting `name` of `cfg`, as in NeMo RL."""
+        """Return the setting `name` of `cfg`, so that `loss.name` works as in NeMo RL."""
         if name == "cfg":  # a copy or unpickled object has no cfg yet
             raise AttributeError(name)
         return getattr(self.cfg, name)

@@ -83,7 +83,7 @@ def change_root(new_root: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends. A change of the user resets this: call it afterwards."""
+    """Make the kernel kill this process when its parent ends. Call this after setting the user, which resets it."""
     prctl(_PR_SET_PDEATHSIG, 9)
 
 

@@ -223,7 +223,7 @@ class StopStrings:
         self._tail = b""
 
     def end_at(self, token: int) -> bool:
-        """Return whether the bytes so far, with those of the next token `token`, hold a stop string."""
+        """Return whether the bytes so far, including the next token's (`token`), contain a stop string."""
         if not self._stops:
             return False
         text = self._tail + (self._token_bytes[token] if token < len(self._token_bytes) else b"")

@@ -171,8 +171,8 @@ class GenerationInterface(Protocol):
         temperature 0 and top_k 1.
 
         The loop passes a RaggedBatch, which can be read as a `GenerationDatumSpec`. The engine may return `Responses`
-        or a padded batch. `beside` holds the argument `on_finished` (see `BaseEngine.generate`) if the engine sets
-        `reports_finished`; otherwise it is empty."""
+        or a padded batch. `beside` is empty, or holds `on_finished` (see `BaseEngine.generate`) if the engine sets
+        `reports_finished`."""
 
     def finish_generation(self) -> bool:
         """Release the resources that only generation needs. Called after the last `generate` of a step."""

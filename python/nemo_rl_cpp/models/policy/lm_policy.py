@@ -35,7 +35,7 @@ class Policy(TrainedModel, PolicyInterface):
         cluster, tokenizer, weights_path, optimizer_path, total_steps, ranks: see `TrainedModel`.
         config: the `policy` section, or a dictionary of its keys.
         init_reference_model: keep a frozen copy of `config.model_name` for `get_reference_policy_logprobs`.
-        teachers: models for `get_teacher_logprobs`: configuration key that names a model -> name."""
+        teachers: models for `get_teacher_logprobs`: configuration key of a model's name -> name."""
 
     section = "policy"
 
@@ -70,9 +70,8 @@ class Policy(TrainedModel, PolicyInterface):
 
     @property
     def skips_prev_logprobs(self) -> bool:
-        """Return whether training takes the log-probabilities from generation as those of the old policy
-        (reuse_generation_logprobs), without a separate pass. On transformers it does not, because generation is not
-        bit-identical to training."""
+        """Return whether training takes generation's log-probabilities as the old policy's (reuse_generation_logprobs),
+        without a separate pass; never on transformers, where generation is not bit-identical to training."""
         return self.config.backend != "hf" and self.config.reuse_generation_logprobs != "never"
 
     # ---- log-probabilities ------------------------------------------------------------------------------------------

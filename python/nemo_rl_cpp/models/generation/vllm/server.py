@@ -316,8 +316,8 @@ def _cache_bytes(
 
 
 def server_environment(given: Mapping[str, object] | None) -> dict[str, str]:
-    """Return the environment variables of the server process: those of this process, overridden by this package's, and
-    then by `given` (`env_vars`), where null removes a variable.
+    """Return the server process's environment variables: this process's, overridden by this package's, then by `given`
+    (`env_vars`), where null removes a variable.
 
     Ours open the routes for weights, exclude the user's site-packages, set the thread count, and disable telemetry."""
     ours = {

@@ -89,9 +89,9 @@ def check_all_loaded(expected: set, loaded: set | None) -> None:
 
 
 def pack_again(model) -> None:
-    """On a CPU, pack weights of `model` again that a reload leaves in another layout than the matrix products read:
-    those of the LM head if it is tied to the embedding, which read a packed copy, and those of experts, which are packed
-    in place, but only when they are loaded for the first time."""
+    """Pack weights of `model` on a CPU again that a reload has left in another layout than the matrix products read.
+    These are the weights of a tied LM head, whose products read a packed copy, and the experts' weights, which vLLM
+    packs in place, but only at the first load."""
     for module in model.modules():
         if hasattr(module, "cpu_linear") and module.weight.numel():
             module.quant_method.process_weights_after_loading(module)

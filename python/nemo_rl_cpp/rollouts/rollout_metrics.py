@@ -82,8 +82,8 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[
 
     Take the maximum of maxima and the minimum of minima; add totals and counts, such as `verifier_timeouts`,
     `agent_errors` and `num_won`. Average `accuracy_of_X` over rounds, weighted by the number of samples with the
-    property X, and all other metrics, such as rates, weighted by the number of samples. A metric is combined over the
-    rounds that have it."""
+    property X, and all other metrics, such as rates, weighted by the number of samples. `rewards/NAME`, the mean of a
+    reward function, is averaged whatever its NAME. A metric is combined over the rounds that have it."""
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for _, metrics in rounds for name in metrics):
         entries = [(size, metrics) for size, metrics in rounds if name in metrics]
@@ -92,6 +92,8 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[
         join = {"max": max, "min": min, "total": sum}.get(last.split("_", 1)[0])
         if last in COUNTS or last.startswith(("verifier_", "num_")):
             join = sum
+        if name == f"rewards/{last}" or name.endswith(f"/rewards/{last}"):  # named by the user
+            join = None
         if not all(isinstance(value, (int, float)) for value in values):
             combined[name] = values[-1]
         elif join is not None and not last.endswith("_rate"):

@@ -152,6 +152,7 @@ def test_metrics_of_several_rollouts_are_averaged_weighted_by_their_sample_count
     ("max_turns_reached_rate", (0.0, 1.0), 0.75), ("games/num_won_rate", (0.5, 0.1), 0.2), ("turns/max", (2, 1), 2),
     ("turns/min", (2, 1), 1), ("min_len", (5, 7), 5), ("max_gen_tokens_per_sample", (4, 9), 9),
     ("turns/total", (8, 4), 12), ("total_turns", (2, 6), 8),
+    ("rewards/num_words", (0.0, 1.0), 0.75), ("rewards/max_len", (1.0, 0.0), 0.25), ("math/rewards/total", (0.0, 1.0), 0.75),
 ])  # fmt: skip
 def test_rates_are_averaged_and_minima_and_maxima_are_kept_over_several_rollouts(name, values, expected):
     assert combined((4, 12), **{name: values}) == pytest.approx({name: expected})

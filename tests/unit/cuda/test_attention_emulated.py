@@ -156,7 +156,9 @@ def test_emulated_cuda_paged_and_packed_attention_are_bit_identical(kernels, sha
 @pytest.mark.parametrize("dtype, bound", DTYPES)
 # a group of 17 takes the kernel of many rows for one token, too
 @pytest.mark.parametrize("shape", [(4, 2, 16), (17, 1, 24)], ids=str)
-def test_emulated_cuda_attention_of_prefill_decode_and_padding_rows_matches_the_cpu(kernels, shape, dtype, bound):
+def test_emulated_cuda_attention_of_prefill_decode_and_padding_rows_matches_the_cpu_kernel(
+    kernels, shape, dtype, bound
+):
     N, K, H = shape
     heads, rows = C.AttentionHeads(N, K, H, 1 / math.sqrt(H)), 24
     # (query_start, query_length, context_length, blocks): a prompt, two tokens of running sequences; rows 18 to 23 belong to nobody
@@ -177,7 +179,7 @@ def test_emulated_cuda_attention_of_prefill_decode_and_padding_rows_matches_the_
     assert (out[18:] == 7).all()
 
 
-def test_emulated_cuda_attention_writes_no_kv_cache_for_a_row_without_a_slot(kernels):
+def test_emulated_cuda_attention_writes_nothing_to_the_kv_cache_for_padding_rows(kernels):
     N, K, H = 2, 1, 8
     cache = torch.zeros(2, K, 2, H * TILE)
     kernels.kv_write(N, K, H, 0, randn(2, (N + 2 * K) * H), table([-1, TILE + 3]), 2, cache)
@@ -185,7 +187,7 @@ def test_emulated_cuda_attention_writes_no_kv_cache_for_a_row_without_a_slot(ker
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_emulated_cuda_copy_of_a_kv_cache_block_equals_the_cpu_kernels(kernels, dtype):
+def test_emulated_cuda_copy_of_a_kv_cache_block_equals_that_of_the_cpu_kernel(kernels, dtype):
     got = randn(4, 2, 2, 16 * TILE, dtype=dtype)
     expected = turned(got, 16, to_pairs=True)
     C.kv_cache_copy(expected, 1, 3, 7)

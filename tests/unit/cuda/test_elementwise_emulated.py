@@ -55,7 +55,9 @@ def test_emulated_cuda_rms_norm_and_its_gradient_match_autograd(kernels, D, inne
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("H, R", [(16, 16), (24, 24), (128, 128), (128, 96), (24, 12)])
 @pytest.mark.parametrize("interleaved", [0, 1])
-def test_emulated_cuda_rope_matches_its_formula_and_its_backward_is_the_inverse(kernels, interleaved, H, R, dtype):
+def test_emulated_cuda_rope_matches_the_formula_and_its_backward_is_the_inverse_rotation(
+    kernels, interleaved, H, R, dtype
+):
     """The first R dimensions of each head, those i and i + R / 2 or 2 i and 2 i + 1 as pairs."""
     T, heads = 9, 3
     x, positions, angles = randn(T, heads * H + 8, dtype=dtype), table(range(3, 3 + T)), randn(20, R // 2)
@@ -97,7 +99,7 @@ def test_emulated_cuda_swiglu_and_its_gradient_match_autograd(kernels, gate, siz
 
 
 @pytest.mark.parametrize("bias_dtype, y_dtype", [(F32, F32), (BF16, F32), (BF16, BF16)], ids=str)
-def test_emulated_cuda_bias_addition_rounds_every_element_once(kernels, bias_dtype, y_dtype):
+def test_emulated_cuda_bias_addition_rounds_each_element_only_once(kernels, bias_dtype, y_dtype):
     bias, y = randn(37, dtype=bias_dtype), randn(11, 40, seed=1, dtype=y_dtype)
     for accumulate in (0, 1):
         got = y.clone()
@@ -112,14 +114,14 @@ def test_emulated_cuda_bias_addition_rounds_every_element_once(kernels, bias_dty
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("D", [40, 21])
-def test_emulated_cuda_embedding_copies_the_weight_rows_of_its_tokens(kernels, D, dtype):
+def test_emulated_cuda_embedding_returns_the_weight_rows_of_the_token_ids(kernels, D, dtype):
     rows, ids, h = randn(7, D, dtype=dtype), table([4, 1, 4, 0]), torch.zeros(4, D)
     kernels.embedding_forward(rows, ids, h, 4, D, dtype == BF16)
     assert torch.equal(h, rows[ids].float())
 
 
 @pytest.mark.parametrize("D", [40, 21, 1100])
-def test_emulated_cuda_embedding_gradient_sums_over_equal_tokens(kernels, D):
+def test_emulated_cuda_embedding_gradient_is_summed_over_equal_tokens(kernels, D):
     ids, dh, got = table([4, 1, 4, 4, 0, 1]), randn(6, D), torch.ones(7, D)
     kernels.embedding_backward(dh, table([0, 1, 4]), table([0, 1, 3, 6]), table([4, 1, 5, 0, 2, 3]), got, 3, D)
     assert torch.equal(got, torch.ones(7, D).index_add(0, ids, dh))  # the same order of additions
@@ -127,7 +129,7 @@ def test_emulated_cuda_embedding_gradient_sums_over_equal_tokens(kernels, D):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("rows", [1, 64, 150, 1300])
-def test_emulated_cuda_column_sums_are_added_to_the_output_within_rounding(kernels, rows, dtype):
+def test_emulated_cuda_column_sums_match_float64_up_to_rounding(kernels, rows, dtype):
     x, got = randn(rows, 80, dtype=dtype), torch.ones(70)
     kernels.column_sums(x, 80, rows, 70, parts(rows, 70), got, dtype == BF16)
     close(got - 1, x[:, :70].double().sum(0), 1e-5)  # the one that is there costs digits of small sums
@@ -167,7 +169,7 @@ def test_emulated_cuda_adamw_step_matches_the_cpu_kernel(kernels, with_copy, mom
         assert torch.equal(got[4], got[0].to(BF16))
 
 
-def test_emulated_cuda_adamw_step_with_remainders_matches_the_cpu_kernel(kernels):
+def test_emulated_cuda_adamw_step_with_bfloat16_weights_and_remainders_matches_the_cpu_kernel(kernels):
     n = 1003
     w, g, m, v = *(randn(n, seed=i) for i in range(3)), randn(n, seed=3).abs()
     compute, remainders = torch.empty(n, dtype=BF16), torch.empty(n, dtype=torch.int16)
@@ -193,7 +195,7 @@ def combined_digest(blocks):
     return digest
 
 
-def test_emulated_cuda_weight_digest_equals_that_of_the_cpu_model(kernels):
+def test_emulated_cuda_weight_digest_equals_the_digest_computed_on_the_cpu(kernels):
     config = dict(vocab_size=3101, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
                   rms_norm_eps=1e-6, rope_theta=10000.0, model_type="llama", tie_word_embeddings=False)  # fmt: skip
     model = C.DecoderModel(native_config(config), F32, True)

@@ -16,7 +16,7 @@ def column_sums(kernels):
 BARRIER = "  sums[warp][lane] = sum;\n  __syncthreads();\n"
 
 
-def test_cuda_emulator_gives_wrong_results_if_a_barrier_is_removed_from_a_kernel(kernels, objects, tmp_path):
+def test_cuda_emulator_exposes_a_missing_barrier_in_a_kernel_by_wrong_results(kernels, objects, tmp_path):
     assert column_sums(kernels)
     without = BARRIER.replace("  __syncthreads();\n", "")
     assert not column_sums(build.with_mistake(objects, "flat_reduce.cu", BARRIER, without, tmp_path))
@@ -40,7 +40,7 @@ def test_cuda_emulator_reports_each_kind_of_kernel_mistake(kernels, number, mess
     assert out.tolist() == [*range(32), *range(32)]
 
 
-def test_emulated_async_copy_to_shared_memory_is_visible_only_after_its_wait(kernels):
+def test_emulated_async_copy_to_shared_memory_is_visible_only_after_waiting_for_the_copy(kernels):
     x, out = torch.randn(64, generator=torch.Generator().manual_seed(0)), torch.zeros(64)
     kernels.copied(x, 0, out)
     assert out.isnan().all()
@@ -60,7 +60,7 @@ def attends(kernels):
     return right and torch.allclose(lse[:, 0].double(), weights.logsumexp(1), atol=1e-5)
 
 
-def test_cuda_emulator_gives_wrong_results_if_softmax_maxima_are_taken_per_lane(kernels, objects, tmp_path):
+def test_cuda_emulator_exposes_a_missing_warp_reduction_of_softmax_maxima_by_wrong_results(kernels, objects, tmp_path):
     assert attends(kernels)
     change = "best = row_all(best, fmaxf);", ""
     assert not attends(build.with_mistake(objects, "attention_forward_mma.cu", *change, tmp_path))

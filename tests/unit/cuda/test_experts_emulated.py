@@ -18,7 +18,7 @@ def routed(kernels, logits, groups=0, chosen_groups=0, renormalise=1, scale=1.0,
 
 
 @pytest.mark.parametrize("renormalise", [0, 1])
-def test_emulated_cuda_softmax_router_and_its_gradient_match_autograd(kernels, renormalise):
+def test_emulated_cuda_softmax_moe_router_and_its_gradient_match_autograd(kernels, renormalise):
     logits, d_weight, d_logits = randn(T, E), randn(T, K, seed=1), torch.full((T, E), math.nan)
     expert, weight = routed(kernels, logits, renormalise=renormalise)
     assert torch.equal(expert, logits.topk(K).indices)
@@ -32,7 +32,7 @@ def test_emulated_cuda_softmax_router_and_its_gradient_match_autograd(kernels, r
     close(d_logits, leaf.grad)
 
 
-def test_emulated_cuda_router_chooses_the_first_of_equal_logits_whatever_the_other_tokens_are(kernels):
+def test_emulated_cuda_router_prefers_the_lowest_expert_index_among_equal_logits(kernels):
     logits = randn(T, E)
     logits[3] = 0.0
     expert, weight = routed(kernels, logits)
@@ -43,7 +43,7 @@ def test_emulated_cuda_router_chooses_the_first_of_equal_logits_whatever_the_oth
 
 @pytest.mark.parametrize("groups, chosen_groups", [(1, 1), (4, 2)])
 @pytest.mark.parametrize("renormalise", [0, 1])
-def test_emulated_cuda_sigmoid_router_and_its_gradient_match_autograd(kernels, groups, chosen_groups, renormalise):
+def test_emulated_cuda_sigmoid_moe_router_and_its_gradient_match_autograd(kernels, groups, chosen_groups, renormalise):
     logits, bias, d_weight = randn(T, E), randn(E, seed=2), randn(T, K, seed=1)
     d_logits = torch.full((T, E), math.nan)
     expert, weight = routed(kernels, logits, groups, chosen_groups, renormalise, 2.5, bias)
@@ -64,7 +64,7 @@ def test_emulated_cuda_sigmoid_router_and_its_gradient_match_autograd(kernels, g
 
 @pytest.mark.parametrize("accumulate", [0, 1])
 @pytest.mark.parametrize("D", [40, 300])
-def test_emulated_cuda_sum_over_a_tokens_experts_is_in_the_order_of_their_choice(kernels, D, accumulate):
+def test_emulated_cuda_sum_over_the_experts_of_a_token_is_bit_identical_to_the_cpu(kernels, D, accumulate):
     rows, weight, before = randn(T * K, D), randn(T, K, seed=1), randn(T, D, seed=2)
     row = torch.randperm(T * K, generator=torch.Generator().manual_seed(3))
     got = before.clone()
@@ -78,7 +78,7 @@ def test_emulated_cuda_sum_over_a_tokens_experts_is_in_the_order_of_their_choice
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows, columns", [(1, 5), (70, 40), (6, 513)])
-def test_emulated_cuda_row_products_are_summed_in_eight_interleaved_partial_sums(kernels, rows, columns, dtype):
+def test_emulated_cuda_row_wise_dot_products_use_eight_interleaved_partial_sums(kernels, rows, columns, dtype):
     a, b, got = randn(rows, columns, dtype=dtype), randn(rows, columns, seed=1, dtype=dtype), torch.empty(rows)
     kernels.row_products(a, b, got, rows, columns, dtype == torch.bfloat16)
     padded = torch.nn.functional.pad(a.float() * b.float(), (0, -columns % 8)).view(rows, -1, 8)

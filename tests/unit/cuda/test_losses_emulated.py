@@ -48,7 +48,7 @@ def test_emulated_cuda_gae_matches_the_cpu_kernel(kernels, B, S, lambda_value, a
 
 
 @pytest.mark.parametrize("B, S", SHAPES[1:])
-def test_emulated_cuda_whitening_of_advantages_matches_its_formula(kernels, B, S):
+def test_emulated_cuda_whitening_of_advantages_matches_the_formula(kernels, B, S):
     values, mask = randn(B, S, seed=1) + 100, mask_of(B, S)
     kept = values[mask.bool()]
     got = values.clone()
@@ -57,7 +57,7 @@ def test_emulated_cuda_whitening_of_advantages_matches_its_formula(kernels, B, S
 
 
 @pytest.mark.parametrize("B, S", SHAPES)
-def test_emulated_cuda_token_advantages_match_their_formula(kernels, B, S):
+def test_emulated_cuda_token_advantages_match_the_formula(kernels, B, S):
     advantages, mask, (x, _, _, reference) = randn(B), mask_of(B, S), logprobs(B, S)
     out = torch.full((B, S), math.nan, dtype=F64)
     kernels.token_advantages(B, S, advantages, mask, x, reference, 0.1, out)

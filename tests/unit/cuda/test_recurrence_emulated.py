@@ -82,7 +82,7 @@ def test_emulated_cuda_short_convolution_and_its_gradient_match_the_cpu_kernel(k
 
 
 @pytest.mark.parametrize("chunks", [[13], [1] * 13, [2, 7, 1, 3]], ids=str)
-def test_emulated_cuda_short_convolution_in_chunks_is_bit_identical_to_the_whole(kernels, chunks):
+def test_emulated_cuda_short_convolution_is_bit_identical_in_chunks_and_over_the_whole_sequence(kernels, chunks):
     x, w, done = randn(13, 32), randn(32, 4, seed=1), 0
     whole, state = conv(kernels, x, w, None, [(0, 13, NONE, NONE, 0)]), torch.full((3, 3, 32), math.nan)
     for n in chunks:
@@ -149,7 +149,7 @@ class Inputs:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("mamba2", [False, True])
-def test_emulated_cuda_recurrence_and_its_gradient_match_the_cpu_kernel(kernels, mamba2, shape, dtype):
+def test_emulated_cuda_gated_recurrences_and_their_gradients_match_the_cpu_kernel(kernels, mamba2, shape, dtype):
     """With fewer thread blocks than heads of families; three chunks of 32 tokens; limits of the time step that hold some back."""
     P, U, dk, dv = shape
     inputs, bf16 = Inputs(shape, ROWS, mamba2, dtype), dtype == BF16
@@ -171,7 +171,7 @@ def test_emulated_cuda_recurrence_and_its_gradient_match_the_cpu_kernel(kernels,
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("mamba2", [False, True])
 @pytest.mark.parametrize("chunks", [[21], [1] * 21, [2, 9, 1, 9]], ids=str)
-def test_emulated_cuda_recurrence_is_bit_identical_in_chunks_and_in_any_batch(kernels, chunks, mamba2, dtype):
+def test_emulated_cuda_gated_recurrences_are_bit_identical_in_chunks_and_in_any_batch(kernels, chunks, mamba2, dtype):
     shape = SHAPES[0]
     inputs, done = Inputs(shape, 21, mamba2, dtype), 0
     whole = inputs.forward(kernels, [(0, 21, NONE, NONE, 0)])
@@ -189,7 +189,7 @@ def test_emulated_cuda_recurrence_is_bit_identical_in_chunks_and_in_any_batch(ke
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("heads, D, groups", [(3, 48, 0), (2, 64, 2)])
-def test_emulated_cuda_gated_norm_and_its_gradient_match_the_cpu_kernel(kernels, heads, D, groups, dtype):
+def test_emulated_cuda_gated_rms_norm_and_its_gradient_match_the_cpu_kernel(kernels, heads, D, groups, dtype):
     rows, bf16 = 9, dtype == BF16
     x, z, dy = (randn(rows, heads * D, seed=i, dtype=dtype) for i in range(3))
     w = randn(heads * D if groups else D, seed=3, dtype=dtype)
@@ -205,7 +205,7 @@ def test_emulated_cuda_gated_norm_and_its_gradient_match_the_cpu_kernel(kernels,
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_emulated_cuda_head_gate_and_its_gradient_match_the_cpu_kernel(kernels, dtype):
+def test_emulated_cuda_attention_head_gate_and_its_gradient_match_the_cpu_kernel(kernels, dtype):
     rows, heads, D = 9, 3, 24
     x, dy, g = randn(rows, heads * D, dtype=dtype), randn(rows, heads * D, seed=1, dtype=dtype), randn(rows, heads, 2, D, seed=2, dtype=dtype)  # fmt: skip
     y, dx, dg = torch.empty_like(x), dy.clone(), torch.zeros_like(g)

@@ -30,7 +30,7 @@ def sample(kernels, logits, rule, uniform, greedy=False):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_emulated_cuda_sampling_matches_the_cpu_and_scoring_gives_identical_logprobs(kernels, rule):
+def test_emulated_cuda_sampling_matches_the_cpu_kernel_and_equals_scoring_in_its_logprobs(kernels, rule):
     logits, uniform = rows_of_logits(), torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     R, V = logits.shape
     tokens, logprobs, entropy = sample(kernels, logits, rule, uniform)
@@ -50,7 +50,7 @@ def test_emulated_cuda_sampling_matches_the_cpu_and_scoring_gives_identical_logp
     assert torch.equal(scored_entropy.view(torch.int32), entropy.view(torch.int32))
 
 
-def test_emulated_cuda_greedy_sampling_takes_the_first_maximum_and_flags_non_finite_rows(kernels):
+def test_emulated_cuda_greedy_sampling_takes_the_first_maximum_and_flags_non_finite_logits(kernels):
     logits = randn(4, 700)
     logits[0, 7] = logits[0, 9] = 10.0
     logits[1, 3], logits[2] = math.nan, -math.inf

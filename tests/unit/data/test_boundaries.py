@@ -58,11 +58,11 @@ def test_bos_token_is_added_to_plain_text_but_not_to_chat_template_output(begins
     assert prompt_ids(begins, text, messages) == expected
 
 
-def test_tokenizer_without_a_bos_token_adds_nothing_to_prompts(tiny):
+def test_tokenizer_without_a_bos_token_adds_no_token_to_prompts(tiny):
     assert prompt_ids(tiny, "12=") == prompt_ids(tiny, "12=", [{"role": "user", "content": "12="}]) == [5, 6, 15]
 
 
-def test_tokenizer_that_appends_its_end_token_gives_a_warning(tiny):
+def test_tokenizer_that_appends_an_end_token_to_prompts_gives_a_warning(tiny):
     ends = with_post_processor(tiny, "<bos> $A <eos>")
     with pytest.warns(UserWarning, match="puts its end token '<eos>' behind every text"):
         assert prompt_ids(ends, "1") == [BOS, 5, EOS]  # as in transformers
@@ -118,7 +118,7 @@ def test_end_tokens_are_read_from_generation_config_or_model_config(tmp_path, ti
 
 
 @pytest.mark.filterwarnings("ignore:the model's end tokens are")
-def test_tokenizers_end_token_ends_responses_if_the_model_config_names_none(tiny):
+def test_end_token_of_the_tokenizer_ends_responses_if_the_model_config_names_none(tiny):
     assert end_token_ids(None, {}, tiny) == [EOS]
     assert end_token_ids(None, {}, None) == []
     assert end_token_ids(None, {"eos_token_id": [9, EOS]}, tiny) == [9, EOS]
@@ -126,7 +126,7 @@ def test_tokenizers_end_token_ends_responses_if_the_model_config_names_none(tiny
 
 
 @pytest.mark.parametrize("value", ["</s>", 2.0, [2, "x"], True, {"id": 2}])
-def test_error_for_an_invalid_eos_token_id_names_its_file(tmp_path, value):
+def test_error_for_an_invalid_eos_token_id_names_the_file_that_contains_the_id(tmp_path, value):
     words = "generation_config.json of .*eos_token_id is .*expected a token id or a list of them"
     with pytest.raises(ValueError, match=words):
         named_ends(write(tmp_path, generation_config={"eos_token_id": value}), {})
@@ -157,7 +157,7 @@ def test_saved_generation_config_contains_the_end_tokens(tmp_path, tiny, base, c
 
 
 @pytest.mark.slow
-def test_added_tokens_and_special_tokens_map_files_are_read_as_in_transformers(tiny, tmp_path):
+def test_added_tokens_and_special_tokens_map_files_are_interpreted_as_in_transformers(tiny, tmp_path):
     from transformers import AutoTokenizer
 
     tiny.save_pretrained(tmp_path)
@@ -191,7 +191,7 @@ def test_added_tokens_decoder_takes_precedence_over_added_tokens_and_special_tok
 
 
 @pytest.mark.slow
-def test_added_token_whose_id_cannot_exist_gives_a_warning(tiny, tmp_path):
+def test_added_token_with_an_impossible_id_gives_a_warning(tiny, tmp_path):
     from transformers import AutoTokenizer
 
     tiny.save_pretrained(write(tmp_path, added_tokens={"<late>": 99}))
@@ -203,7 +203,7 @@ def test_added_token_whose_id_cannot_exist_gives_a_warning(tiny, tmp_path):
 # ---- chat templates
 
 
-def test_saved_tokenizer_keeps_the_models_chat_template(tiny, tmp_path):
+def test_saved_tokenizer_keeps_the_chat_template_of_the_model(tiny, tmp_path):
     tiny.chat_template = "own:{{ messages[0].content }}"
     tiny.save_pretrained(tmp_path / "base")
     run = get_tokenizer({"name": str(tmp_path / "base"), "chat_template": None})

@@ -104,7 +104,7 @@ def outcome(render):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_chat_templates_render_as_in_transformers_or_both_reject_them(name, smollm2, hf_smollm2):
+def test_chat_templates_are_rendered_or_rejected_exactly_as_in_transformers(name, smollm2, hf_smollm2):
     options = {"chat_template": TEMPLATES[name], "tokenize": False, "enable_thinking": False}
     for shape, messages in CONVERSATIONS.items():
         for more in ({"add_generation_prompt": True}, {"tools": TOOLS}, {"documents": [{"title": "t", "text": "x"}]}):
@@ -130,7 +130,7 @@ LOSE = {  # template -> shapes of which it loses a message that it was given
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_prompt_from_which_the_chat_template_drops_a_message_is_an_error(name, smollm2):
+def test_chat_template_that_drops_a_message_of_the_prompt_is_an_error(name, smollm2):
     smollm2.chat_template, own = TEMPLATES[name], smollm2.chat_template
     try:
         for shape, messages in CONVERSATIONS.items():
@@ -146,7 +146,7 @@ def test_prompt_from_which_the_chat_template_drops_a_message_is_an_error(name, s
         smollm2.chat_template = own
 
 
-def test_message_dropped_by_a_chat_template_is_detected_even_if_its_text_appears_elsewhere(smollm2):
+def test_dropped_message_is_detected_even_if_its_text_appears_elsewhere_in_the_prompt(smollm2):
     smollm2.chat_template, own = (
         "{% for m in messages %}{{ m.role }}: {{ m.contents }}\n{% endfor %}",
         smollm2.chat_template,
@@ -196,7 +196,7 @@ def test_missing_chat_template_file_is_an_error(value):
         choose_template(value, None, KEY)
 
 
-def test_chat_template_name_selects_one_of_the_tokenizers_named_templates():
+def test_chat_template_setting_can_select_a_named_template_of_the_tokenizer():
     own = {"default": TEMPLATES["tilde"], "tool_use": TOOL_CALLS, "broken": "D"}
     assert choose_template("tool_use", own, KEY) == TOOL_CALLS
     assert choose_template("default", own, KEY) == own and choose_template(None, own, KEY) == PASSTHROUGH

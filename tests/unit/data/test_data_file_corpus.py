@@ -173,7 +173,7 @@ def test_question_and_ground_truth_are_read_from_every_supported_data_file(tmp_p
 
 
 @pytest.mark.parametrize("name, content, keys, words", REFUSED, ids=[case[0] for case in REFUSED])
-def test_error_for_an_invalid_data_file_names_file_row_and_key(tmp_path, name, content, keys, words):
+def test_error_for_an_invalid_data_file_names_the_file_the_row_and_the_key(tmp_path, name, content, keys, words):
     with pytest.raises(ValueError) as refused:
         load_response_dataset(section(tmp_path, name, content, keys))
     assert type(refused.value) is ValueError and "\n" not in str(refused.value)

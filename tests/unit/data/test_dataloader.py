@@ -20,7 +20,7 @@ def test_shuffled_row_order_depends_only_on_seed_and_epoch():
     assert permutation(50, 3, 2) == orders[3, 2] and permutation(0, 1, 1) == []
 
 
-def test_random_number_draws_are_reproducible_and_distinct_draws_do_not_repeat():
+def test_seeded_random_numbers_are_reproducible_and_distinct_draws_contain_no_duplicates():
     draws, again = Draws(1, 2), Draws(1, 2)
     assert [draws.below(10) for _ in range(5)] == [again.below(10) for _ in range(5)] != [draws.below(10)] * 5
     assert sorted(Draws(0).distinct(4, 5, exclude=2)) == [0, 1, 3, 4]
@@ -70,14 +70,14 @@ def test_data_loader_resumes_at_the_next_row_if_the_batch_size_changed():
     assert list(second) == [[4, 5, 6], [7, 8, 9]]
 
 
-def test_new_iteration_after_an_unfinished_one_starts_at_the_first_row_of_the_epoch():
+def test_new_iteration_over_a_data_loader_restarts_an_unfinished_epoch():
     validation = loader()
     for _ in validation:
         break
     assert sum(validation, []) == list(range(10)), "an early stop must not shift the next validation"
 
 
-def test_older_iterator_of_a_data_loader_raises_after_a_newer_one_started():
+def test_data_loader_iterator_raises_after_a_newer_iterator_was_used():
     data = loader()
     old = iter(data)
     next(old)
@@ -107,7 +107,7 @@ def test_invalid_data_loader_options_and_states_are_errors():
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_data_processor_error_reaches_the_caller_of_the_loader(num_workers):
+def test_data_processor_error_is_raised_to_the_user_of_the_data_loader(num_workers):
     class Bad(list):
         def __getitem__(self, i):
             if i == 4:
@@ -149,7 +149,7 @@ def taken(batch):
     return [f"{task}{i}" for task, i in zip(batch["task_name"], batch["idx"])]
 
 
-def test_several_data_loaders_are_read_round_robin_and_restart_at_their_end():
+def test_several_data_loaders_are_read_round_robin_and_exhausted_ones_restart():
     batches = several()
     expected = ["a0 a1 b0 b1", "c0 c1 a2 a3", "b2 b3 c0 c1", "a0 a1 b4 b5"]
     assert [" ".join(taken(next(batches))) for _ in range(4)] == expected

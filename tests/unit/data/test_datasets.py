@@ -28,7 +28,7 @@ def write(path, rows):
     return str(path)
 
 
-def test_data_files_subsets_and_splits_that_do_not_exist_are_errors(tmp_path):
+def test_missing_data_files_subsets_and_splits_are_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match="data_path"):
         load_dataset_from_path(str(tmp_path / "none.jsonl"))
     path = write(tmp_path / "d.jsonl", ROWS)
@@ -38,7 +38,7 @@ def test_data_files_subsets_and_splits_that_do_not_exist_are_errors(tmp_path):
         load_dataset_from_path(path, None, "test")
 
 
-def test_response_dataset_uses_the_messages_column_of_rows_that_have_one(tmp_path):
+def test_response_dataset_uses_the_messages_column_if_a_row_has_one(tmp_path):
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     path = write(tmp_path / "m.jsonl", [{"messages": messages, "source": "s"}])
     row = ResponseDataset(path).dataset[0]
@@ -87,7 +87,7 @@ def test_load_response_dataset_sets_the_configured_processor_and_prompts(tmp_pat
     ({"dataset_name": "reasoning_gym", "task": "gcd", "task_options": {"min_numbrs": 2}}, "task_options"),
     ({"dataset_name": "reverse_digits", "num_digits": 9}, "num_digits"),
 ])  # fmt: skip
-def test_invalid_data_set_sections_are_rejected(config, message):
+def test_invalid_data_set_configuration_sections_are_errors(config, message):
     with pytest.raises(ValueError, match=message):
         load_response_dataset(config)
 
@@ -123,7 +123,7 @@ def test_load_eval_dataset_returns_the_held_out_split(tmp_path):
 # -- list data sets, joining, configuration ---------------------------------------------------------------------------
 
 
-def test_list_dataset_has_select_and_map_and_returns_copies_of_rows():
+def test_list_dataset_supports_select_and_map_and_returns_copies_of_rows():
     data = ListDataset.from_dict({"a": [1, 2, 3], "b": "xyz"})
     assert (len(data), data[-1], data["a"], data.column_names) == (3, {"a": 3, "b": "z"}, [1, 2, 3], ["a", "b"])
     data[0]["a"] = 99
@@ -193,7 +193,7 @@ def test_task_without_a_data_processor_is_an_error_unless_a_defaultdict_supplies
     assert [data[i]["by"] for i in range(2)] == ["A", "else"]
 
 
-def test_row_preprocessors_apply_to_every_task_or_only_to_the_task_that_they_are_given_for(tiny):
+def test_row_preprocessors_apply_to_every_task_or_to_one_named_task(tiny):
     def changed(row):
         return {**row, "messages": [{"role": "user", "content": "2"}, row["messages"][1]]}
 
@@ -211,14 +211,14 @@ def test_row_preprocessors_apply_to_every_task_or_only_to_the_task_that_they_are
     ("../a/train.jsonl", "a-train"), ("shards", "shards"), ("shards/", "shards"), ("data/shards//", "data-shards"), ("./shards/.", "shards"),
     ("../shards/", "shards"), ("~/rows.csv", "rows"), (".cache/rows.csv", "cache-rows"), ("org/set", "org-set"), ("v1.5/rows.csv", "v1"),
 ])  # fmt: skip
-def test_task_name_is_derived_from_the_data_path(path, name):
+def test_default_task_name_is_derived_from_the_data_path(path, name):
     assert task_name_of(path) == name
 
 
 @pytest.mark.parametrize(("pieces", "doubled"), [
     ([[1, 5], [1, 1, 6]], True), ([[1], [1, 6]], True), ([[1, 5], [1, 6]], False), ([[5], [5]], False), ([[1]], False), ([], False),
 ])  # fmt: skip
-def test_two_bos_tokens_in_sequence_are_detected_in_any_message_of_a_prompt(tiny, pieces, doubled):
+def test_two_consecutive_bos_tokens_in_any_message_of_a_prompt_are_an_error(tiny, pieces, doubled):
     """One BOS token at a later message is right: SmolLM2's begins each of its messages."""
 
     def process(row, spec, tokenizer, limit, idx):

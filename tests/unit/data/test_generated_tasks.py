@@ -43,7 +43,7 @@ def test_arithmetic_training_and_validation_questions_never_overlap():
     assert len(pairs(split="validation")) >= 256
 
 
-def test_generated_arithmetic_prompt_ends_at_a_token_boundary(smollm2):
+def test_generated_arithmetic_prompt_and_answer_tokenize_separately_as_they_do_together(smollm2):
     row = load_response_dataset({"dataset_name": "arithmetic", "num_samples": 1}).dataset[0]
     prompt, answer = (m["content"] for m in row["messages"])
     assert smollm2.encode(prompt) + smollm2.encode(answer + "\n") == smollm2.encode(prompt + answer + "\n")
@@ -59,7 +59,7 @@ def test_generated_rows_depend_only_on_the_seed():
     assert first == "44 + 12 = 56\n18 + 7 = 25\n15 + 46 = 61\n15 + 38 = "
 
 
-def test_generated_questions_repeat_only_after_every_question_was_used():
+def test_generated_questions_repeat_only_after_all_distinct_questions_were_used():
     data = load_response_dataset({"dataset_name": "reverse_digits", "num_digits": 1, "num_samples": 25})
     asked = questions(data.dataset)
     different = len(set(asked))
@@ -74,7 +74,7 @@ def test_generated_reverse_digits_rows_are_correct_and_disjoint_from_validation_
         assert question == answer[::-1] + "=" and len(answer) == 3 and 3 not in tiny.encode(question)
 
 
-def test_reasoning_gym_rows_can_be_scored_by_the_reasoning_gym_package():
+def test_reasoning_gym_data_rows_can_be_scored_by_the_reasoning_gym_package():
     import reasoning_gym
 
     data = load_response_dataset({
@@ -95,14 +95,14 @@ def test_reasoning_gym_rows_can_be_scored_by_the_reasoning_gym_package():
         assert score(row["messages"][1]["content"], entry) == 1.0 and row["stop_strings"] == ["\n"]
 
 
-def test_multi_line_reasoning_gym_answers_are_not_cut_after_the_first_line():
+def test_multi_line_reasoning_gym_answers_are_not_truncated_to_the_first_line():
     data = load_response_dataset(
         {"dataset_name": "reasoning_gym", "task": "mini_sudoku", "num_samples": 4, "num_shots": 1}
     )
     assert data.dataset[0]["stop_strings"] == ["\n\nQuestion:"] and "\n" in data.dataset[0]["messages"][1]["content"]
 
 
-def test_reference_answers_of_the_data_set_python_functions_pass_their_tests():
+def test_reference_solutions_of_the_python_functions_data_set_pass_their_test_cases():
     train = load_response_dataset({"dataset_name": "python_functions"}).dataset
     held_out = load_response_dataset({"dataset_name": "python_functions", "split": "validation"}).dataset
     for row in [*train, *held_out]:

@@ -46,7 +46,7 @@ def first(name):
     ("DeepScaler", 2, (None, "train")), ("AIME2024", 32, (None, "train")), ("AIME2025", 64, ("AIME2025-II", "test")),
     ("AIME2026", 32, (None, "train")), ("GSM8K", 2, ("main", "train")),
 ])  # fmt: skip
-def test_all_hub_benchmarks_give_question_and_ground_truth_in_the_same_format(asked, name, size, call):
+def test_all_hub_benchmark_data_sets_give_questions_and_ground_truths_in_one_format(asked, name, size, call):
     data = load_response_dataset({"dataset_name": name})
     assert len(data.dataset) == size and data.task_name == name and asked[-1][1:] == call
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "34"}]
@@ -80,18 +80,18 @@ def test_multiple_choice_benchmark_prompts_list_their_options(asked, name, right
     assert first(name) == row
 
 
-def test_last_boxed_returns_the_content_of_the_last_balanced_box():
+def test_last_boxed_returns_the_content_of_the_last_balanced_boxed_command():
     for text, content in (("no box", "no box"), (r"\boxed{a{b}c} x", "a{b}c"), (r"\boxed{open", r"\boxed{open")):
         assert last_boxed(text) == content
 
 
-def test_data_set_name_with_a_version_number_is_not_read_as_a_dotted_class_name():
+def test_data_set_name_with_a_version_number_is_not_mistaken_for_a_dotted_class_name():
     assert is_dotted("my_package.sets.Mine") and not is_dotted("NuminaMath-1.5") and not is_dotted("math")
     with pytest.raises(ValueError, match="NuminaMath-1.5"):
         dataset_class("NuminaMath-1.5")
 
 
-def test_keys_of_data_default_are_applied_only_to_data_sets_that_accept_them():
+def test_keys_of_data_default_are_applied_only_to_data_sets_that_accept_those_keys():
     default = {"dataset_name": "ResponseDataset", "input_key": "problem", "prompt_file": "p.txt"}
     assert defaults_for({"data_path": "x"}, default) == default
     kept = {"dataset_name": "ResponseDataset", "prompt_file": "p.txt"}

@@ -73,12 +73,12 @@ def test_raw_completion_processor_applies_no_chat_template(chat, spec):
 
 
 @pytest.mark.parametrize("limit, kept, weight", [(4, 3, 1.0), (3, 3, 0.0), (2, 2, 0.0), (None, 3, 1.0)])
-def test_prompt_that_leaves_no_room_for_a_response_is_cut_and_excluded_from_the_loss(tiny, limit, kept, weight):
+def test_prompt_that_leaves_no_room_for_a_response_is_truncated_and_excluded_from_the_loss(tiny, limit, kept, weight):
     datum = math_hf_data_processor(QA, TaskDataSpec(), tiny, limit, 0)
     assert (len(datum["message_log"][0]["token_ids"]), datum["loss_multiplier"], datum["length"]) == (kept, weight, 3)
 
 
-def test_too_long_prompt_is_cut_to_at_most_four_tokens_per_message(chat, spec):
+def test_overlong_prompt_is_truncated_to_at_most_four_tokens_per_message(chat, spec):
     for limit, kept in ((20, 4), (6, 3)):
         datum = math_data_processor({"problem": "5" * 50, "expected_answer": ""}, spec, chat, limit, 0)
         assert [len(m["token_ids"]) for m in datum["message_log"]] == [kept] * 2 and datum["loss_multiplier"] == 0.0

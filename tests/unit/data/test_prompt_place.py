@@ -25,7 +25,7 @@ QUESTION = "{} \\boxed{x} {0}"
     ("An open { brace. {}", f"An open {{ brace. {QUESTION}"),
     ("Question:{}", f"Question:{QUESTION}"),
 ])  # fmt: skip
-def test_question_replaces_only_the_placeholder_of_a_prompt_file(prompt, expected):
+def test_question_replaces_only_the_placeholder_in_a_prompt_file(prompt, expected):
     assert fill_prompt(prompt, QUESTION) == expected
 
 
@@ -44,7 +44,7 @@ def test_question_replaces_only_the_placeholder_of_a_prompt_file(prompt, expecte
     ("x^{}", r"argument of \^"),
     ('Use \\boxed{{}} and {"x": 1}.\n{}', "line 1 has doubled braces"),
 ])  # fmt: skip
-def test_error_for_an_ambiguous_placeholder_in_a_prompt_file_names_its_line(prompt, message):
+def test_error_for_an_ambiguous_placeholder_in_a_prompt_file_names_the_line(prompt, message):
     with pytest.raises(ValueError, match=message):
         fill_prompt(prompt, "q")
 
@@ -52,7 +52,7 @@ def test_error_for_an_ambiguous_placeholder_in_a_prompt_file_names_its_line(prom
 @pytest.mark.parametrize(
     "processor", ["math_data_processor", "math_hf_data_processor", "raw_completion_data_processor"]
 )
-def test_prompt_file_is_checked_when_the_data_set_is_loaded(tmp_path, processor):
+def test_prompt_file_is_validated_when_the_data_set_is_loaded(tmp_path, processor):
     (tmp_path / "d.jsonl").write_text('{"input": "q", "output": "a"}\n')
     (tmp_path / "prompt.txt").write_text("Think.\nWrite \\boxed{}.\n")
     files = {"data_path": str(tmp_path / "d.jsonl"), "prompt_file": str(tmp_path / "prompt.txt")}
@@ -62,7 +62,7 @@ def test_prompt_file_is_checked_when_the_data_set_is_loaded(tmp_path, processor)
     load_response_dataset({**section, "processor": "multichoice_qa_processor"})  # puts the question below the text
 
 
-def test_prompt_file_that_is_not_utf8_is_an_error_that_names_it(tmp_path):
+def test_prompt_file_that_is_not_utf8_is_an_error_that_names_the_file(tmp_path):
     (tmp_path / "p.txt").write_bytes("café {}".encode("latin-1"))
     with pytest.raises(ValueError, match=r"prompt_file: .*p\.txt is not UTF-8 text .* at byte 3"):
         TaskDataSpec(prompt_file=tmp_path / "p.txt")

@@ -53,7 +53,7 @@ ROWS = [
     (NEEDS_USER, "{bos}<system>Be brief.", "<end>\n<user>{q}<end>\n<assistant>"),
     (INSIDE, "{bos}<user>Be brief.", "\n\n{q}<end>\n<assistant>"),
 ])  # fmt: skip
-def test_chat_template_is_applied_once_to_system_and_user_message_together(
+def test_chat_template_is_applied_once_to_system_and_user_messages_together(
     chat, spec, process, row, question, template, system, user
 ):
     chat.chat_template = template
@@ -75,7 +75,7 @@ def test_chat_template_that_drops_the_system_prompt_is_rejected(chat, spec):
             process(row, spec, chat, None, 7)
 
 
-def test_token_across_the_end_of_the_system_message_is_counted_to_the_user_message(chat, spec):
+def test_token_that_spans_system_and_user_message_belongs_to_the_user_message(chat, spec):
     """ " counting" is one token, which the pieces "The count" and "ing" alone would not have: it goes to the user."""
     chat.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     spec.system_prompt = "The count"
@@ -143,7 +143,7 @@ def test_tools_of_a_row_are_passed_to_the_chat_template(chat):
     (math_hf_data_processor, {"problem": "q"}, "reads the key 'messages'"),
     (raw_completion_data_processor, conversation(("system", "s"), ("user", "q"), ("assistant", "a")), "roles system, user: .*math_hf_data_processor"),
 ])  # fmt: skip
-def test_data_rows_whose_messages_have_an_unexpected_form_are_errors(process, row, message):
+def test_data_rows_with_malformed_messages_are_errors(process, row, message):
     with pytest.raises(ValueError, match=message):
         process(row, TaskDataSpec(), ByteTokenizer(), None, 3)
 

@@ -82,7 +82,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_lists_tables_and_files_of_every_kind_give_equal_rows(tmp_path, way):
+def test_lists_tables_and_data_files_of_every_kind_give_equal_rows(tmp_path, way):
     assert rows_of(WAYS[way](tmp_path), "prompts") == ROWS
 
 
@@ -96,7 +96,7 @@ def test_named_tuples_of_a_dataframe_are_accepted_as_rows():
     assert rows_of(frame.itertuples(index=False), "prompts") == expected
 
 
-def test_columns_of_an_arrow_table_are_accepted_as_data_columns():
+def test_arrow_table_columns_are_accepted_as_data_columns():
     table = pyarrow.table({"prompt": ["a", "b"], "answer": [1, 2]})
     columns = {name: table[name] for name in table.column_names}
     assert rows_of(columns, "prompts") == table.to_pylist()
@@ -109,7 +109,7 @@ def test_nan_and_na_in_a_dataframe_become_null():
 
 
 @pytest.mark.parametrize("given", ["list", "jsonl"])
-def test_null_values_written_in_rows_are_kept(tmp_path, given):
+def test_null_values_in_data_rows_are_kept(tmp_path, given):
     schema = {"type": "string", "default": None, "enum": ["a", None]}
     row = {"prompt": "a", "answer": None, "tools": [{"parameters": {"properties": {"x": schema}}}]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
@@ -130,7 +130,7 @@ def test_arrow_column_of_type_map_is_read_as_a_mapping(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["jsonl", "parquet", "saved data set"])
-def test_rows_read_from_files_have_only_the_tool_keys_that_were_written(tmp_path, way):
+def test_tool_definitions_read_from_files_have_no_keys_added_by_the_file_format(tmp_path, way):
     answer = {"role": "assistant", "content": "7"}
     rows = [{"messages": [*talk(name), answer], "tools": [tool(name)]} for name in ("city", "x")]
     path, given = tmp_path / f"rows.{way}", datasets.Dataset.from_list(rows)
@@ -158,7 +158,7 @@ def test_conversations_stored_as_arrays_are_read_as_prompts(tmp_path):
     assert prompts_of(column[0]) == [talk("city")]
 
 
-def test_chat_template_gets_lists_instead_of_numpy_arrays():
+def test_numpy_arrays_in_messages_are_passed_to_the_chat_template_as_lists():
     content = np.array([{"type": "text", "text": np.str_("a")}], dtype=object)
     text = render_chat_template("{{ messages[0].content | tojson }}", [{"role": "user", "content": content}])
     assert json.loads(text) == [{"type": "text", "text": "a"}]

@@ -43,7 +43,7 @@ def test_validation_rows_are_split_from_a_single_data_set(smollm2):
     assert val[0]["message_log"][0]["content"].endswith(" = ") and val[0]["extra_env_info"]["ground_truth"].isdigit()
 
 
-def test_section_data_validation_null_gives_no_validation_data(smollm2):
+def test_null_data_validation_section_gives_no_validation_data(smollm2):
     assert load_response_data(smollm2, data(train=ARITHMETIC, validation=None)).validation is None
 
 
@@ -66,14 +66,14 @@ def test_several_data_sets_are_merged_and_each_environment_is_created_once(smoll
     assert {train[i]["task_name"] for i in range(20)} == {"arithmetic", "reverse_digits"}
 
 
-def test_key_use_multiple_dataloader_gives_one_data_set_per_task(smollm2):
+def test_use_multiple_dataloader_gives_one_data_set_per_task(smollm2):
     made = load_response_data(smollm2, data(train=[ARITHMETIC, REVERSE], use_multiple_dataloader=True))
     train, val = made.train, made.validation
     assert {name: len(rows) for name, rows in train.items()} == {"arithmetic": 12, "reverse_digits": 8} and val is None
     assert train["reverse_digits"][0]["task_name"] == "reverse_digits"
 
 
-def test_keys_of_data_default_do_not_override_those_set_in_a_data_section(smollm2, tmp_path):
+def test_keys_of_a_data_section_take_precedence_over_keys_of_data_default(smollm2, tmp_path):
     (tmp_path / "p.txt").write_text("Q {}")
     default = {"prompt_file": str(tmp_path / "p.txt"), "processor": "math_hf_data_processor"}
     train = load_response_data(smollm2, data(train=ARITHMETIC, default=default)).train
@@ -90,7 +90,7 @@ def test_keys_of_data_default_do_not_override_those_set_in_a_data_section(smollm
     ({"train": ARITHMETIC, "validation": {**ARITHMETIC, "numsamples": 3}}, "did you mean num_samples"),
     ({"train": {"dataset_name": "aritmetic", "env_name": "math"}}, "did you mean arithmetic"),
 ])  # fmt: skip
-def test_invalid_data_sections_are_rejected_before_environments_start(smollm2, environments, sections, message):
+def test_invalid_data_sections_are_errors_before_environments_start(smollm2, environments, sections, message):
     with pytest.raises(ValueError, match=message):
         load_response_data(smollm2, data(**sections), {"math": {}, "digits": {}})
     assert environments == []

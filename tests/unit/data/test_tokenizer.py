@@ -40,7 +40,7 @@ def test_token_ids_and_decoded_text_equal_transformers(smollm2, hf_smollm2):
         assert smollm2.convert_ids_to_tokens(ids) == hf_smollm2.convert_ids_to_tokens(ids)
 
 
-def test_random_token_ids_decode_to_the_text_of_transformers(smollm2, hf_smollm2):
+def test_random_token_ids_decode_to_the_same_text_as_in_transformers(smollm2, hf_smollm2):
     draw = random.Random(1)
     rows = [[draw.randrange(len(smollm2)) for _ in range(draw.randint(1, 30))] for _ in range(200)]
     for skip in (False, True):
@@ -58,7 +58,7 @@ def test_special_tokens_and_vocabulary_sizes_match_transformers(smollm2, hf_smol
     assert (smollm2.eos_token_id, smollm2.eos_token_ids, smollm2.model_max_length) == (2, [2], 8192)
 
 
-def test_tokenizer_call_returns_input_ids_as_item_and_attribute(smollm2):
+def test_tokenizer_call_result_has_input_ids_as_item_and_as_attribute(smollm2):
     ours = smollm2("one text", return_tensors="pt")
     assert ours.input_ids is ours["input_ids"] and ours.input_ids.dtype == torch.int64 and ours.input_ids.shape[0] == 1
     empty = smollm2("", return_tensors="pt")["input_ids"]
@@ -108,7 +108,7 @@ def test_bytes_of_byte_level_tokens_concatenate_to_the_utf8_text(smollm2):
     assert table[2] == b"<|im_end|>"
 
 
-def test_token_bytes_of_a_transformers_tokenizer_equal_those_of_this_package(smollm2, hf_smollm2):
+def test_token_bytes_of_transformers_tokenizers_equal_those_of_this_packages_tokenizer(smollm2, hf_smollm2):
     assert token_bytes_table(hf_smollm2) == token_bytes_table(smollm2)
 
 
@@ -155,7 +155,7 @@ PIECES = ["Hello there", " Hello", "the <s> x</s> y", "x<s>", "  two"]
 )
 @pytest.mark.parametrize("key", ["split_special_tokens", "add_prefix_space", "legacy", "clean_up_tokenization_spaces"])
 @pytest.mark.parametrize("value", [True, False])
-def test_tokenizer_config_keys_that_change_ids_work_as_in_transformers(name, key, value, tmp_path):
+def test_tokenizer_config_keys_that_affect_token_ids_work_as_in_transformers(name, key, value, tmp_path):
     makers = {"byte level": lambda: byte_level(["<s>", "</s>"], qwen=name == "Qwen2TokenizerFast")}
     if name not in ("GPT2Tokenizer", "Qwen2TokenizerFast"):  # those make a byte-level tokenizer of any file
         makers["byte fallback"] = byte_fallback
@@ -172,7 +172,7 @@ def test_tokenizer_config_keys_that_change_ids_work_as_in_transformers(name, key
 
 @pytest.mark.parametrize("flags", [{}, {"normalized": True}, {"lstrip": True}])
 @pytest.mark.parametrize("make", [byte_fallback, lambda: byte_level(["<s>", "</s>"])], ids=["fallback", "byte level"])
-def test_end_token_keeps_the_flags_that_added_tokens_decoder_gives_it(make, flags, tmp_path):
+def test_eos_token_keeps_its_flags_from_added_tokens_decoder(make, flags, tmp_path):
     """`add_tokens` marks a token as ordinary and normalized; a later `eos_token` names it."""
     make().save(str(tmp_path / "tokenizer.json"))
     ordinary = {"special": False, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False} | flags
@@ -219,7 +219,7 @@ def test_saving_a_tokenizer_replaces_an_older_chat_template_file(tiny, tmp_path)
     assert Tokenizer.from_pretrained(tmp_path).chat_template == PASSTHROUGH
 
 
-def test_named_chat_templates_and_special_tokens_given_as_dictionaries_are_read(tiny, tmp_path):
+def test_named_chat_templates_and_special_tokens_stored_as_dictionaries_are_read(tiny, tmp_path):
     tiny.save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
     config = json.loads(file.read_text())
@@ -251,7 +251,7 @@ def test_tiny_tokenizer_loads_in_transformers_with_the_same_16_ids(tmp_path):
     assert [*map(bytes_of(ours), (4, 15, 2, 99))] == [b"0", b"=", b"<eos>", b""]
 
 
-def test_pad_token_falls_back_to_the_end_token(tmp_path):
+def test_pad_token_defaults_to_the_end_token(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None
     assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<eos>", 2)

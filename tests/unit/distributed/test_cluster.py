@@ -32,7 +32,7 @@ def test_native_nccl_communication_requires_gpus_and_a_core_built_for_cuda():
             C.nccl_communicator(store, 0, 2, torch.device("cuda:0"), 1.0)
 
 
-def test_training_on_several_gpus_is_an_error_with_the_reason():
+def test_training_on_several_gpus_is_an_error_that_states_the_reason():
     with pytest.raises(ValueError, match="no training on several has been tried yet.*cluster.device=cpu"):
         Cluster([2], use_gpus=True)
 
@@ -47,7 +47,7 @@ def test_models_are_placed_on_a_usable_gpu_unless_they_are_float64(monkeypatch, 
     assert Cluster([1], use_gpus=use_gpus).device(precision) == device
 
 
-def test_error_for_a_gpu_that_cannot_be_used_names_the_key_cluster_device(monkeypatch):
+def test_error_for_an_unusable_gpu_names_the_configuration_key_of_the_device(monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.distributed.cluster.cuda_usable", lambda: False)
     assert check_device("cpu") == "cpu"
     with pytest.raises(ValueError, match="cluster.device is cuda, but torch sees no GPU.*cluster.device=cpu"):

@@ -27,7 +27,7 @@ DEALT = {  # lengths, groups, first row, last row, parts -> the rows of each par
 
 
 @pytest.mark.parametrize("case", DEALT)
-def test_samples_are_assigned_to_ranks_as_in_hand_computed_cases(case):
+def test_assignment_of_samples_to_ranks_matches_hand_computed_cases(case):
     lengths, groups, first, last, parts, expected = DEALT[case]
     assert deal(batch(lengths, groups), first, last, parts) == expected
 
@@ -54,7 +54,7 @@ def test_samples_of_each_gradient_block_do_not_depend_on_the_number_of_ranks(siz
     assert [block for turn in zip(*in_turns) for block in turn] == one
 
 
-def test_samples_are_trained_on_the_rank_that_generated_them_unless_lengths_are_too_unequal():
+def test_samples_are_trained_on_their_generating_rank_unless_ranks_are_too_unbalanced():
     """Two answers a prompt; the prompts' tokens decide, unless the answers make a block much too long."""
     prompts = batch([6, 6, 2, 2, 5, 5, 3, 3], [0, 0, 1, 1, 2, 2, 3, 3])
     for answers, kept in (([1, 2, 1, 3, 2, 1, 3, 1], True), ([1, 1, 40, 50, 1, 1, 30, 1], False)):
@@ -67,11 +67,11 @@ def test_samples_are_trained_on_the_rank_that_generated_them_unless_lengths_are_
             assert (generated_by(prompts, ranks, 4, 8, turns) == trained) == (kept or ranks == 1)
 
 
-def test_each_rank_generates_the_samples_of_every_global_batch_that_it_will_train():
+def test_each_rank_generates_the_samples_that_the_rank_will_train_in_every_global_batch():
     assert generated_by(batch([5, 1, 1, 1, 7, 6]), 2, None, 3) == [[0, 4], [1, 2, 3, 5]]
 
 
-def test_load_balancing_moves_the_best_fitting_group_from_the_most_to_the_least_loaded_rank():
+def test_load_balancing_moves_the_best_fitting_samples_from_the_most_to_the_least_loaded_rank():
     units = [[([0, 1], 40), ([4], 10), ([6], 30)], [([2, 3], 20)], [([5], 50)]]
     assert even_moves(units) == [Move([6], 0, 1)]  # 80, 20, 50 -> 50, 50, 50
     assert even_moves([[([0], 100)], []]) == []  # one unit alone goes nowhere
@@ -80,7 +80,7 @@ def test_load_balancing_moves_the_best_fitting_group_from_the_most_to_the_least_
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_load_balancing_move_lowers_the_largest_load_and_loses_no_sample(seed):
+def test_every_load_balancing_move_lowers_the_maximum_load_and_keeps_every_sample(seed):
     dice = random.Random(seed)
     units, row = [], 0
     for _ in range(dice.randint(2, 5)):

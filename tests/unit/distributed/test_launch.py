@@ -64,7 +64,7 @@ class Deadly:
         return (os.abort, ())
 
 
-def test_launcher_with_an_incompatible_executor_or_engines_is_an_error():
+def test_executor_or_generation_engines_incompatible_with_the_launcher_are_errors():
     text = "cluster.executor.* is ray, but WORLD_SIZE is 2, so every rank would be a run of its own"
     with pytest.raises(ConfigError, match=text):
         check_launch(ClusterConfig(executor="ray", gpus_per_node=2), launched(TORCHRUN))
@@ -150,7 +150,7 @@ def weights(folder: Path, step: int) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_run_launched_by_srun_is_bit_identical_to_one_that_starts_its_own_workers(tmp_path, forked_workers):
+def test_run_launched_by_srun_is_bit_identical_to_a_run_that_starts_its_own_workers(tmp_path, forked_workers):
     """As a run that starts its ranks itself, also of a file that was written for another number of devices."""
     few = ["ppo.num_prompts_per_step=8", "policy.train_global_batch_size=32", "value.train_global_batch_size=32"]
 
@@ -178,7 +178,7 @@ def test_run_launched_by_srun_is_bit_identical_to_one_that_starts_its_own_worker
 
 
 @pytest.mark.slow
-def test_rank_that_hangs_under_torchrun_makes_all_ranks_end(tmp_path):
+def test_all_ranks_under_torchrun_end_if_one_rank_hangs(tmp_path):
     """torchrun sees by itself a rank that has ended, and never one that has stopped."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_rl_cpp.run_grpo_math",

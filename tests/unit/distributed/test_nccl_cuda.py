@@ -45,7 +45,7 @@ def test_nccl_collective_waits_for_earlier_work_on_its_cuda_stream():
     assert torch.equal(out[0].cpu(), torch.full((2048, 2048), 2.0**50 / 2048))
 
 
-def test_nccl_rendezvous_without_the_other_rank_times_out_and_the_error_names_rank_and_phase():
+def test_nccl_rendezvous_timeout_error_names_rank_and_phase():
     with pytest.raises(C.TimedOut, match="rank 0 of 2: meeting the other ranks failed after") as caught:
         C.nccl_communicator(dist.HashStore(), 0, 2, torch.device("cuda:0"), 3.0)
     assert (caught.value.rank, caught.value.phase) == (0, "meeting the other ranks") and caught.value.seconds >= 3.0
@@ -79,7 +79,7 @@ class OnGpus:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_nccl_collectives_work_with_two_ranks_and_time_out_without_the_other_rank():
+def test_nccl_collectives_work_with_two_ranks_and_time_out_if_one_rank_is_missing():
     cluster = Cluster([2], use_gpus=False, settings=ClusterConfig(cpus_per_worker=1))
     cluster._workers = ProcessWorkers(2, 1, silence=60.0, deadline=5.0, backend="nccl")
     try:

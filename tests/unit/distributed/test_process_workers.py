@@ -50,7 +50,7 @@ def test_worker_calls_return_results_and_callback_events_in_rank_order(lasting):
     assert sorted(told) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
 
 
-def test_error_in_a_worker_call_names_the_rank_and_all_workers_stay_usable(lasting):
+def test_error_in_a_worker_call_names_the_rank_and_leaves_all_workers_usable(lasting):
     group = WorkerGroup(lasting, partial(make, 0))
     with pytest.raises(ValueError, match="rank 1 does not like this") as caught:
         group.call_all("fail_on", 1)
@@ -61,7 +61,7 @@ def test_error_in_a_worker_call_names_the_rank_and_all_workers_stay_usable(lasti
         group.call_all("no_such_method")
 
 
-def test_worker_processes_that_wait_for_a_failed_rank_are_ended(forked_workers, cluster, monkeypatch):
+def test_worker_processes_that_wait_for_a_failed_rank_are_terminated(forked_workers, cluster, monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.distributed.worker_calls.GRACE_SECONDS", 0.5)
     group = WorkerGroup(cluster, partial(make, 0))
     pids = cluster.workers.pids
@@ -102,7 +102,7 @@ def test_unresponsive_worker_is_reported_as_lost_instead_of_hanging_the_run(fork
         group.call_all("size_of", b"0" * 8_000_000)
 
 
-def test_worker_processes_ignore_signals_that_are_sent_to_the_whole_job(lasting):
+def test_worker_processes_ignore_signals_sent_to_the_whole_job(lasting):
     group = WorkerGroup(lasting, partial(make, 0))
     group.call_all("number", 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):

@@ -32,14 +32,14 @@ def test_padded_tensors_of_a_ragged_batch_are_filled_with_zeros_and_pad_tokens()
     assert batch["input_lengths"].tolist() == [2, 3, 1] and batch["states"].shape == (3, 4, 2)
 
 
-def test_ragged_batch_sums_token_values_by_sample_and_repeats_sample_values_by_token():
+def test_ragged_batch_sums_token_values_per_sample_and_expands_sample_values_to_tokens():
     batch = RaggedBatch.of(padded())
     assert batch.by_sample(batch.tokens["mask"]).tolist() == [1, 2, 1]
     assert batch.by_token(batch.samples["reward"]).tolist() == [1, 1, 2, 2, 2, 3]
     assert [row.tolist() for row in batch.rows(batch.tokens["input_ids"])] == [[1, 2], [3, 4, 5], [6]]
 
 
-def test_ragged_batch_places_returns_padded_token_indices_of_selected_samples():
+def test_ragged_batch_places_returns_token_indices_of_selected_samples_padded_to_equal_length():
     places, inside = RaggedBatch.of(padded()).places(torch.tensor([2, 0]), 2)
     assert places.tolist() == [[5, 0], [0, 1]] and inside.tolist() == [[True, False], [True, True]]
 

@@ -33,7 +33,7 @@ def cluster():
     made.shutdown()
 
 
-def test_calls_of_ray_actors_return_results_and_an_error_names_a_killed_actor(cluster, monkeypatch):
+def test_ray_actor_calls_return_results_and_the_error_for_a_killed_actor_names_the_actor(cluster, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "a key")  # set after Ray was started
     group = WorkerGroup(cluster, partial(make, 10))
     assert group.call_all("number", 5) == [15, 16]
@@ -49,7 +49,7 @@ def test_calls_of_ray_actors_return_results_and_an_error_names_a_killed_actor(cl
     is_named_and_none_is_left(cluster, signal.SIGKILL, "is gone")
 
 
-def test_error_names_a_hanging_ray_actor_and_no_process_remains(cluster):
+def test_error_for_a_hanging_ray_actor_names_the_actor_and_no_process_remains(cluster):
     WorkerGroup(cluster, partial(make, 0))  # the workers are there
     is_named_and_none_is_left(cluster, signal.SIGSTOP, "gave no sign of life for")
 
@@ -66,7 +66,9 @@ def is_named_and_none_is_left(cluster, number, said):
     [(signal.SIGKILL, r"rank 0 of 1 is gone .*; it was doing: starting"), (signal.SIGSTOP, "rank 0 of 1 has not answered for 16 s: it is stopped")],
     ids=["killed", "stopped"],
 )  # fmt: skip
-def test_error_names_a_ray_actor_lost_at_start_and_no_process_remains(monkeypatch, tmp_path, number, said):
+def test_error_for_a_ray_actor_lost_at_startup_names_the_actor_and_no_process_remains(
+    monkeypatch, tmp_path, number, said
+):
     class Lost(ray_workers.ActorWorker):
         def __init__(self):
             (tmp_path / str(os.getpid())).touch()
@@ -81,7 +83,7 @@ def test_error_names_a_ray_actor_lost_at_start_and_no_process_remains(monkeypatc
     assert pids and not wait_until_gone(pids, 10.0)
 
 
-def test_ray_cluster_with_too_few_cpus_is_rejected(monkeypatch):
+def test_ray_cluster_with_too_few_cpus_is_an_error(monkeypatch):
     monkeypatch.setattr(ray_workers, "_PLACES_SECONDS", 1.0)
     settings = ClusterConfig(executor="ray", cpus_per_worker=1000)
     cluster = Cluster([2], use_gpus=False, settings=settings)

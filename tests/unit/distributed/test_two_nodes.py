@@ -27,7 +27,7 @@ def _nodes_of_a_ray_of_its_own() -> str:
     return done.stdout.strip() or done.stderr
 
 
-def test_if_a_ray_node_dies_the_error_names_its_workers_and_environments_restart_elsewhere(monkeypatch):
+def test_death_of_a_ray_node_is_reported_and_its_environments_restart_on_another_node(monkeypatch):
     """Its workers are named; an environment's actor that was there goes on on the other node."""
     ray = ray_module()
     from ray.cluster_utils import Cluster as RayCluster
@@ -65,7 +65,7 @@ def test_if_a_ray_node_dies_the_error_names_its_workers_and_environments_restart
         both.shutdown()
 
 
-def test_ranks_in_two_network_namespaces_communicate_and_report_a_lost_link():
+def test_ranks_in_two_network_namespaces_communicate_and_report_a_lost_connection():
     """Two ranks that reach each other over a link alone; both say so when it is down."""
     run = subprocess.run([sys.executable, TOOL], capture_output=True, text=True, timeout=240)
     if run.returncode == 3:

@@ -26,7 +26,7 @@ class Playing(AgentEnvironment):
         return self.run_rollouts([AgentTask(str(n), [], {}, None) for n in range(len(self.outcomes))])
 
 
-def test_timeout_error_raised_by_agent_code_counts_as_an_error_and_not_as_a_timeout(capsys):
+def test_timeout_error_raised_inside_agent_code_is_counted_as_an_error_and_not_as_a_timeout(capsys):
     playing = Playing(TimeoutError("the page did not load"))
     (result,) = playing.play()
     assert "the page did not load" in result.error
@@ -35,7 +35,7 @@ def test_timeout_error_raised_by_agent_code_counts_as_an_error_and_not_as_a_time
     assert "the page did not load" in capsys.readouterr().out
 
 
-def test_agent_rollouts_beyond_timeout_s_are_counted_and_reported_once(capsys):
+def test_agent_rollouts_that_exceed_the_timeout_are_counted_and_reported_once(capsys):
     playing = Playing(None, None, AgentResult(1.0), timeout_s=0.01)
     late, _, good = playing.play()
     assert late.error == "it was not over within 0.01 s (timeout_s)" and good.reward == 1.0
@@ -58,6 +58,6 @@ def test_agent_reward_that_is_not_a_finite_number_is_an_error(result, said):
     assert playing.pop_metrics()["agent_errors"] == 1
 
 
-def test_integer_and_boolean_agent_rewards_become_floats():
+def test_integer_and_boolean_agent_rewards_are_converted_to_floats():
     (result,) = Playing(AgentResult({"a": True, "b": 2}, metrics={"m": 3})).play()
     assert result == AgentResult({"a": 1.0, "b": 2.0}, metrics={"m": 3.0})

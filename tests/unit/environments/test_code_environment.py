@@ -42,7 +42,7 @@ def test_code_environment_scores_programs_by_standard_input_and_output(env):
     assert score(env, "print('\\udcff')", DOUBLE)[0] == 0.0
 
 
-def test_code_environment_scores_functions_by_calls_with_given_arguments(env):
+def test_code_environment_scores_functions_by_calls_with_the_arguments_of_the_test_cases(env):
     truth = {"fn_name": "add", "inputs": [[1, 2], ["a", "b"], [[1], [2]]], "outputs": [3, "ab", [1, 2]]}
     assert score(env, "def add(a, b):\n    print('noise')\n    return a + b", truth) == (1.0, "passed")
     assert score(env, "class Solution:\n    def add(self, a, b):\n        return a + b", truth) == (1.0, "passed")
@@ -129,12 +129,12 @@ def test_response_that_is_not_valid_python_is_a_syntax_error(env, program):
     assert score(env, program, ["assert f(2) == 4"]) == (0.0, "syntax_error")
 
 
-def test_syntax_error_that_a_program_raises_while_running_is_reported_as_a_runtime_error(env):
+def test_syntax_error_raised_at_run_time_is_reported_as_a_runtime_error(env):
     assert score(env, "eval('(')", DOUBLE)[1].startswith("runtime_error: SyntaxError")
     assert score(env, "raise SyntaxError('x')", ["assert f(2) == 4"])[1] == "runtime_error: SyntaxError: x"
 
 
-def test_code_environments_fraction_reward_is_the_share_of_passed_tests():
+def test_fraction_reward_of_the_code_environment_is_the_share_of_passed_tests():
     env = create_env("code", {"reward": "fraction", "time_limit_s": 60.0})
     assert score(env, "print(abs(2 * int(input())))", DOUBLE)[0] == pytest.approx(2 / 3)
     env.shutdown()
@@ -148,7 +148,7 @@ def test_code_is_extracted_from_the_last_code_block_of_a_response(env):
     assert score(env, " 2 * x\n", ["assert f(4) == 8"], code_prefix="def f(x):\n    return")[0] == 1.0
 
 
-def test_code_environments_metrics_count_the_reasons_of_failures():
+def test_code_environment_metrics_count_failures_by_reason():
     env = CodeEnvironment({"time_limit_s": 2.0, "memory_mb": 128})
     programs = [
         "print(2 * int(input()))", "while True: pass", "x = bytearray(10 * 2**30)", "print(1)", "x = 'y' * 2000",
@@ -207,7 +207,7 @@ def test_code_environment_raises_if_no_sandbox_is_available(monkeypatch, tmp_pat
 
 
 @pytest.mark.slow
-def test_check_of_the_sandbox_reports_files_and_network_that_a_program_can_reach(monkeypatch):
+def test_sandbox_self_test_reports_files_and_network_that_a_program_can_reach(monkeypatch):
     assert check.missing_protections() == []
     monkeypatch.setattr(check, "_PROBE", "print('files: the program sees /etc/passwd')")
     monkeypatch.setattr(check, "_SOCKET", "print('connected')")

@@ -97,7 +97,7 @@ def its_workers_killed(trainer):
 @pytest.mark.parametrize(
     "end", [killed, stopped_and_killed, left_by_an_abort, its_workers_killed], ids=lambda end: end.__name__
 )
-def test_no_environment_process_outlives_a_killed_trainer(starter, end):
+def test_environment_processes_end_when_the_trainer_process_is_killed(starter, end):
     trainer = Trainer(starter)
     try:
         while True:

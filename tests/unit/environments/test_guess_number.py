@@ -15,7 +15,7 @@ def turn(env, said, **state):
     return result.observations[0]["content"], result.rewards.item(), bool(result.terminateds.item()), result.metadata[0]
 
 
-def test_guess_number_gives_hand_computed_hints_rewards_and_end_of_game():
+def test_guess_number_environment_gives_hand_computed_hints_rewards_and_end_of_game():
     env = GuessNumberEnv({"higher": "+", "lower": "-", "stop_strings": ["\n"]})
     assert turn(env, " 3\n", secret=5) == ("+", 0.0, False, {"secret": 5, "guesses": 1})
     assert turn(env, "6", secret=5, guesses=1) == ("-", 0.0, False, {"secret": 5, "guesses": 2})
@@ -55,7 +55,7 @@ def play(max_rollout_turns=3, **config):
     return engine, result, metrics
 
 
-def test_perfect_player_wins_every_guess_number_game():
+def test_binary_search_player_wins_every_guess_number_game():
     engine, result, metrics = play()
     assert result["total_reward"].tolist() == [1.0] * 7
     assert metrics["solved"] == 1.0 and metrics["guesses_per_game"] == (1 + 2 * 2 + 4 * 3) / 7
@@ -72,7 +72,7 @@ def test_guess_number_game_ends_at_max_guesses_or_max_rollout_turns():
     assert result["total_reward"].sum() == 1 and metrics["max_turns_reached_rate"] == pytest.approx(6 / 7)
 
 
-def test_messages_of_the_environment_are_excluded_from_training():
+def test_messages_of_the_guess_number_environment_are_excluded_from_training():
     _, result, _ = play()
     batch = build_train_batch(result, pad_token_id=256)
     for row, log in enumerate(result["message_log"]):
@@ -82,7 +82,7 @@ def test_messages_of_the_environment_are_excluded_from_training():
     assert torch.all(batch["generation_logprobs"][batch["token_mask"] == 0] == 0)
 
 
-def test_guess_number_data_set_covers_every_secret():
+def test_guess_number_data_set_contains_every_secret_number():
     rows = load_response_dataset(
         {"dataset_name": "guess_number", "max_number": 7, "num_samples": 14, "stop_strings": ["\n"]}
     ).dataset

@@ -58,7 +58,7 @@ def test_math_answer_is_read_from_all_assistant_messages(env):
     assert env.step([log], truths("12")).rewards.tolist() == [1.0]
 
 
-def test_math_environment_counts_ground_truths_that_no_response_can_match(env):
+def test_math_environment_counts_unparsable_ground_truths(env):
     """math-verify's own error for a truth without a value is not one of the response."""
     env.pop_metrics()
     env.step(says(r"\boxed{10}", r"\boxed{None}", "10", r"\boxed{3}"), truths("", None, "}", "3"))
@@ -73,12 +73,12 @@ def test_math_environment_counts_ground_truths_that_no_response_can_match(env):
     (EnglishMultichoiceVerifyWorker, "B", "Answer: B"), (MultilingualMultichoiceVerifyWorker, "B", "答案：B"),
     (EnglishMultichoiceVerifyWorker, "**B**", "Answer: B"),
 ])  # fmt: skip
-def test_multiple_choice_ground_truth_that_is_not_a_letter_counts_as_impossible_to_match(verifier, truth, right):
+def test_multiple_choice_ground_truth_that_is_not_a_letter_is_counted_as_unparsable(verifier, truth, right):
     worker = verifier()
     assert worker.verify([right, right, right], [truth, "(B) two", ""]) == [1.0, 0.0, 0.0] and worker.unmatchable == 2
 
 
-def test_dapo_verifier_gives_zero_to_every_response_if_the_ground_truth_is_empty():
+def test_dapo_verifier_scores_every_response_zero_if_the_ground_truth_is_empty():
     worker = HFVerifyWorker()
     assert worker.verify(["Answer: units", "Answer: 3"], ["", "3"], math_verify_impl="dapo_math_verify") == [0.0, 1.0]
     assert worker.unmatchable == 1
@@ -94,14 +94,14 @@ def test_normalize_final_answer_removes_units_latex_and_thousands_separators(ans
     assert verifiers.normalize_final_answer(answer) == normal
 
 
-def test_dapo_verifier_scores_the_last_answer_line_near_the_end():
+def test_dapo_verifier_scores_the_last_answer_line_near_the_end_of_the_response():
     assert verifiers.judge("Answer: 1\nAnswer: $2$", "2") == (True, "2")
     assert verifiers.judge("answer : 3 units", "3") == (True, "3")
     assert verifiers.judge("it is 3", "3") == (False, "[INVALID]")
     assert verifiers.judge("Answer: 5\n" + "z" * 300, "5") == (False, "[INVALID]")
 
 
-def test_fast_comparison_of_plain_numbers_agrees_with_math_verify():
+def test_fast_path_for_plain_numbers_agrees_with_math_verify():
     worker = HFVerifyWorker()
     rng = random.Random(0)
     words = [
@@ -127,7 +127,7 @@ def test_fast_comparison_of_plain_numbers_agrees_with_math_verify():
     (r"\boxed{1} $2$", "1"), (r"\boxed{1} \boxed{2}", "1"), (r"\boxed{01}", "1"), (r"\boxed{1}", "1.0"),
     (r"final answer is 3 \boxed{1}", "1"), (r"\boxed{1{2}}", "1"), (r"\[ \boxed{1} \]", "1"), ("1", "1"),
 ])  # fmt: skip
-def test_fast_comparison_of_plain_numbers_leaves_ambiguous_answers_to_math_verify(text, truth):
+def test_fast_path_for_plain_numbers_leaves_ambiguous_answers_to_math_verify(text, truth):
     assert HFVerifyWorker.shortcut(text, truth) is None
 
 
@@ -143,14 +143,14 @@ def test_math_environment_scores_with_the_configured_verifier():
         env.shutdown()
 
 
-def test_english_multiple_choice_verifier_reads_the_letter_after_answer():
+def test_english_multiple_choice_verifier_reads_the_letter_after_the_word_answer():
     worker = EnglishMultichoiceVerifyWorker()
     texts = ["Answer: A", "**Answer**: B and Answer: C", "answer : $\\boxed{D}$", "A", "Answer:\nA"]
     scores, answers = worker.verify(texts, ["A", "B", "D", "A", "A"], return_extracted_answer=True)
     assert scores == [1, 1, 1, 0, 0] and answers == ["A", "B", "D", None, None]
 
 
-def test_multilingual_multiple_choice_verifier_reads_the_letter_after_the_word_for_answer():
+def test_multilingual_multiple_choice_verifier_reads_the_letter_after_the_localised_word_answer():
     worker = MultilingualMultichoiceVerifyWorker()
     texts = ["Antwort: C", "Respuesta: D", "الإجابة: ب", "উত্তর: অ", "回答：Ｄ", "Réponse : B", "Jibu: A", "E"]
     assert worker.verify(texts, ["C", "D", "B", "A", "D", "B", "A", "E"]) == [1, 1, 1, 1, 1, 1, 1, 0]
@@ -163,7 +163,7 @@ def test_calling_math_verify_outside_the_main_thread_is_an_error():
         pool.submit(HFVerifyWorker().verify, ["1"], ["1"]).result()
 
 
-def test_invalid_math_environment_settings_are_rejected():
+def test_invalid_math_environment_settings_are_errors():
     with pytest.raises(ValueError, match="verifier_type"):
         MathEnvironment({"num_workers": 1, "verifier_type": "physics"})
     with pytest.raises(ValueError, match="math_verify_impl"):

@@ -47,7 +47,7 @@ def even(completions, **columns):
     return [None if not text else float(len(text) % 2 == 0) for text in completions]
 
 
-def test_reward_function_environment_with_as_parts_returns_one_component_per_function():
+def test_reward_function_environment_returns_one_reward_component_per_function_with_as_parts():
     environment = RewardFunctionEnvironment({"functions": [longer, even], "weights": [0.5, 2.0], "as_parts": True})
     result = environment.step(logs(["ab", "abc", ""]), [{}, {}, {}])
     parts = {name: values.tolist() for name, values in result.rewards.items()}
@@ -102,7 +102,7 @@ def test_gdpo_ignores_weights_of_reward_functions_that_the_run_does_not_use():
     assert len(advantages(estimator, "a", "b")) == 2
 
 
-def test_reward_weights_in_both_env_and_adv_estimator_are_an_error_with_gdpo():
+def test_reward_weights_in_both_environment_and_estimator_are_an_error_with_gdpo():
     with pytest.raises(
         ValueError, match="env.reward_functions.weights and grpo.adv_estimator.reward_weights are the same thing"
     ):

@@ -72,7 +72,7 @@ def judged_by_math_verify(prompts, completions, **columns):
     return [float(verify(parse(text), parse(text))) for text in completions]  # each with a time limit by signal.alarm
 
 
-def test_environment_created_by_remote_runs_in_this_process_if_ray_is_not_started():
+def test_remote_environment_runs_in_the_current_process_if_ray_is_not_started():
     assert ray_in_use() is None and isinstance(EchoEnvironment.remote({}), LocalActor)
     assert isinstance(EchoEnvironment.options(num_cpus=1).remote({}), LocalActor)
     with pytest.raises(ValueError, match=r"options\(num_gpus=1\).*start Ray"):
@@ -86,7 +86,7 @@ def test_error_for_missing_ray_names_the_install_command(monkeypatch):
     assert ray_in_use() is None and isinstance(EchoEnvironment.remote({}), LocalActor)
 
 
-def test_pickled_config_error_keeps_its_message():
+def test_config_error_keeps_its_message_when_pickled():
     with pytest.raises(ConfigError) as caught:
         MathEnvironment({"num_workers": 0})
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -145,7 +145,9 @@ def test_reward_functions_run_in_the_main_thread_of_their_ray_actor(ray):
 
 
 @pytest.mark.slow
-def test_environment_in_a_ray_actor_has_the_runs_working_directory_and_variables(ray, tmp_path, monkeypatch):
+def test_environment_in_a_ray_actor_has_working_directory_and_environment_variables_of_the_run(
+    ray, tmp_path, monkeypatch
+):
     """Ray is already running, in another folder. The environment cannot be asked again."""
     monkeypatch.chdir(tmp_path)
     given = {
@@ -179,7 +181,7 @@ def test_environment_in_a_ray_actor_has_the_runs_working_directory_and_variables
 
 
 @pytest.mark.slow
-def test_environment_whose_ray_actor_does_not_start_is_an_error_that_names_it(ray, monkeypatch):
+def test_error_for_a_ray_actor_that_does_not_start_names_the_environment(ray, monkeypatch):
     monkeypatch.setattr(remote, "START_SECONDS", 0.0)  # as if its process were stopped
     with pytest.raises(
         TimeoutError, match="no answer from an actor of ReverseDigitsEnvironment within 0 s of its start"
@@ -187,7 +189,7 @@ def test_environment_whose_ray_actor_does_not_start_is_an_error_that_names_it(ra
         ray_environment(ReverseDigitsEnvironment, ({},), {}, SETTINGS)
 
 
-def test_cluster_section_determines_the_resources_of_environment_actors():
+def test_cluster_section_determines_the_ray_resources_of_environment_actors():
     cluster = ClusterConfig(
         executor="ray", gpus_per_node=2, cpus_per_worker=3, worker_timeout_s=5.0, environment_restarts=1
     )

@@ -111,7 +111,7 @@ def test_invalid_rewards_are_rejected_with_a_one_line_error(returned, message):
     assert "\n" not in str(caught.value)
 
 
-def test_warning_that_completions_got_none_from_every_reward_function_is_printed_once(capsys):
+def test_completions_without_a_reward_from_any_function_give_one_warning(capsys):
     environment = RewardFunctionEnvironment(lambda completions: [None, 1.0, None])
     assert environment.step(LOGS, INFO).rewards.tolist() == [0.0, 1.0, 0.0]
     environment.step(LOGS, INFO)
@@ -132,12 +132,12 @@ def test_warning_that_completions_got_none_from_every_reward_function_is_printed
     (scaled, [1, 2], "1 reward functions and 2 weights"),
     ({"functions": scaled, 1: 2}, None, "takes functions, weights, names and as_parts"),
 ])  # fmt: skip
-def test_invalid_reward_functions_and_weights_are_rejected(functions, weights, message):
+def test_invalid_reward_functions_and_weights_are_errors(functions, weights, message):
     with pytest.raises(ValueError, match=message) as caught:
         RewardFunctionEnvironment(functions, weights)
     assert "\n" not in str(caught.value)
 
 
-def test_single_number_is_accepted_as_weight_of_a_single_reward_function():
+def test_single_number_is_accepted_as_weights_of_a_single_reward_function():
     assert rewards(Fixed(2.0), 0.5) == [1.0] * 3
     assert rewards([Fixed(2.0), Fixed(1.0)], (0.5, np.float64(2))) == [3.0] * 3

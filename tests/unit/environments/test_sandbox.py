@@ -81,7 +81,7 @@ def impatient():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attacking_programs_do_no_harm_outside_the_sandbox(env, impatient, name, tmp_path):
+def test_malicious_programs_cannot_affect_the_host_outside_the_sandbox(env, impatient, name, tmp_path):
     program, reason = ATTACKS[name]
     env = impatient if reason in ("time_limit", "process_limit", "any") else env
     secret = tmp_path / "secret"
@@ -123,7 +123,7 @@ def test_sandboxed_program_sees_no_files_processes_or_network_of_the_host(env, n
     assert result.rewards.tolist() == [1.0]
 
 
-def test_files_written_by_a_sandboxed_program_are_gone_in_its_next_run(env):
+def test_files_written_by_a_sandboxed_program_do_not_exist_in_the_next_run(env):
     truth = {"inputs": ["", ""], "outputs": ["0", "0"]}
     program = "import os\nprint(len(os.listdir('.')) - 1)\nopen('left', 'w').write('x')"
     assert env.step([[{"role": "assistant", "content": program}]], [{"ground_truth": truth}]).rewards.tolist() == [1.0]
@@ -146,7 +146,7 @@ def interpreter_for_everyone() -> str | None:
     "name",
     ["fork bomb", "10 GB", "memory of many processes", "read a file", "caught socket", "kill everything", "orphans"],
 )
-def test_attacking_programs_do_no_harm_outside_the_sandbox_of_an_unprivileged_user(name):
+def test_malicious_programs_cannot_affect_the_host_outside_an_unprivileged_users_sandbox(name):
     python = interpreter_for_everyone()
     if python is None:
         pytest.skip("no Python that another user may run")

@@ -33,7 +33,7 @@ CLONE = {"x86_64": 56, "aarch64": 220}
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_seccomp_filter_allows_denies_or_kills_for_each_system_call_as_listed(machine):
+def test_seccomp_filter_allows_denies_or_kills_each_system_call_as_listed(machine):
     program = kernel.filter_program(machine)
 
     def verdict(number, *arguments):
@@ -58,7 +58,7 @@ def test_seccomp_filter_allows_denies_or_kills_for_each_system_call_as_listed(ma
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("case", BY_ARGUMENT)
-def test_seccomp_filter_allows_or_denies_some_system_calls_by_their_arguments(machine, case):
+def test_seccomp_filter_decides_about_some_system_calls_by_their_arguments(machine, case):
     numbers, arguments, expected = case
     verdict = bpf.run(kernel.filter_program(machine), numbers[machine], MACHINES[machine], arguments)
     assert verdict == expected

@@ -81,11 +81,13 @@ GRID = "1 2 3\n4 5 6\n\n7 8 9"
     (GRID, "line", True, "1 2 3"),
     (GRID, "tag", True, ""),
 ])  # fmt: skip
-def test_reasoning_gym_environment_extracts_answers_of_one_or_several_lines(text, answer_format, several_lines, answer):
+def test_reasoning_gym_environment_extracts_single_line_and_multi_line_answers(
+    text, answer_format, several_lines, answer
+):
     assert extract_answer(text, answer_format, several_lines) == answer
 
 
-def test_few_shot_examples_for_a_reasoning_gym_task_without_answers_are_an_error():
+def test_few_shot_examples_for_reasoning_gym_tasks_without_answers_are_an_error():
     pytest.importorskip("reasoning_gym")
     from nemo_rl_cpp.data.datasets import load_response_dataset
 
@@ -149,7 +151,7 @@ class Slow(EnvironmentInterface):
         return self.step(None, batch), {}
 
 
-def test_environment_created_with_remote_runs_its_calls_in_the_background_in_order():
+def test_remote_environment_executes_calls_in_the_background_in_order():
     env = Slow.remote()
     first, second, third = env.step.remote([], 1), env.step.remote([], "bad"), env.also.remote(3)
     assert not first.done()

@@ -25,7 +25,7 @@ def pool():
 
 
 @pytest.mark.slow
-def test_verifier_pool_kills_verifications_that_hang_and_continues_with_the_others(pool):
+def test_verifier_pool_kills_hanging_verifications_and_completes_the_others(pool):
     before = set(verifier_pids(pool))
     verdicts = pool.verify(["ok", "bigint", "ok", "sleep", "ok", "stopped", "wrong"], ["ok"] * 7)
     assert verdicts.scores == [1, 0, 1, 0, 1, 0, 0]
@@ -41,7 +41,7 @@ def test_response_whose_verification_crashes_or_runs_out_of_memory_scores_zero(p
     assert verdicts.crashed == 2  # too much memory is an exception inside the verifier, which scores 0
 
 
-def test_verifier_output_is_ignored_and_its_child_processes_end_at_a_timeout(pool):
+def test_printed_verifier_output_is_ignored_and_child_processes_of_a_verifier_end_at_a_timeout(pool):
     assert pool.verify(["print", "ok"], ["ok", "ok"]).scores == [0, 1]
     verdicts = pool.verify(["child"], ["ok"])
     assert verdicts.timed_out == 1
@@ -51,7 +51,7 @@ def test_verifier_output_is_ignored_and_its_child_processes_end_at_a_timeout(poo
     assert wait_until_gone([child]) == []
 
 
-def test_verifier_pool_replaces_an_idle_process_that_stops_reading(monkeypatch):
+def test_verifier_pool_replaces_an_idle_worker_process_that_stops_reading_requests(monkeypatch):
     monkeypatch.setattr(verifier_pool, "_SEND_SECONDS", 1)
     pool = VerifierPool(HostileVerifier, VerifierPoolConfig(num_workers=1, verifier_deadline_s=5.0))
     assert pool.verify(["ok"], ["ok"]).scores == [1]
@@ -67,17 +67,17 @@ def test_response_longer_than_max_answer_chars_scores_zero_without_verification(
     assert verdicts.scores == [0, 1] and verdicts.oversized == 1
 
 
-def test_responses_of_900000_characters_are_verified(pool):
+def test_verifier_pool_verifies_responses_of_900000_characters(pool):
     assert pool.verify(["y" * 900_000, "ok"], ["y" * 900_000, "ok"]).scores == [1, 1]
 
 
-def test_invalid_option_of_a_verifier_raises_instead_of_scoring_zero(pool):
+def test_invalid_verifier_option_raises_instead_of_scoring_zero(pool):
     with pytest.raises(ValueError, match="unknown option"):
         pool.verify(["misuse"], ["ok"])
     assert pool.verify(["ok"], ["ok"]).scores == [1]
 
 
-def test_verifier_pool_shutdown_leaves_no_process(pool):
+def test_verifier_pool_shutdown_ends_all_worker_processes(pool):
     pids = verifier_pids(pool)
     pool.shutdown()
     pool.shutdown()
@@ -86,21 +86,21 @@ def test_verifier_pool_shutdown_leaves_no_process(pool):
         pool.verify(["ok"], ["ok"])
 
 
-def test_garbage_collected_verifier_pool_leaves_no_process():
+def test_garbage_collection_of_a_verifier_pool_ends_all_worker_processes():
     pool = VerifierPool(HostileVerifier, VerifierPoolConfig(num_workers=1))
     pids = verifier_pids(pool)
     del pool
     assert wait_until_gone(pids) == []
 
 
-def test_verifier_that_cannot_start_is_an_error_with_the_reason():
+def test_verifier_that_cannot_start_is_an_error_that_states_the_reason():
     pool = VerifierPool(NeverStarts, VerifierPoolConfig())
     with pytest.raises(RuntimeError, match="the dictionary is missing"):
         pool.verify(["a"], ["a"])
     pool.shutdown()
 
 
-def test_verifier_class_that_cannot_be_imported_by_name_is_rejected():
+def test_verifier_class_that_cannot_be_imported_by_name_is_an_error():
     class Local:
         pass
 

@@ -84,7 +84,7 @@ def launch():
     return play
 
 
-def test_verifiers_chat_agent_runs_tool_calls_until_a_response_has_none(launch):
+def test_chat_agent_runs_tool_calls_until_a_response_contains_no_tool_call(launch):
     model = Scripted(
         [
             call("sums_add", '{"a": 2, "b": 3}'), call("sums_add", "[1]", 1), call("sums_add", "{", 2), call("sums_sub", "{}", 3),
@@ -105,7 +105,7 @@ def test_verifiers_chat_agent_runs_tool_calls_until_a_response_has_none(launch):
     assert all(later["messages"][: len(earlier["messages"])] == earlier["messages"] for earlier, later in zip(model.asked, model.asked[1:]))  # fmt: skip
 
 
-def test_verifiers_chat_agents_tool_call_gate_can_deny_a_call_or_end_the_rollout(launch):
+def test_tool_call_gate_of_the_chat_agent_can_deny_a_call_or_end_the_rollout(launch):
     denied = {"role": "tool", "tool_call_id": "c0", "content": "not now"}
     model = Scripted(
         [call("sums_add", '{"a": 2, "b": 3}'), call("sums_add", '{"a": 1, "b": 1}', 1), call("sums_add", "{}", 2)],
@@ -117,7 +117,7 @@ def test_verifiers_chat_agents_tool_call_gate_can_deny_a_call_or_end_the_rollout
     assert model.gated[0] == {"tool_call_id": "c0", "name": "sums_add", "arguments": {"a": 2, "b": 3}}
 
 
-def test_verifiers_chat_agent_without_tools_makes_one_request_and_fails_if_it_is_rejected(launch):
+def test_chat_agent_without_tools_makes_one_request_and_fails_if_the_request_is_rejected(launch):
     model = Scripted([{"role": "assistant", "content": "hello"}])
     assert launch(model, tools=False).exit_code == 0 and "tools" not in model.asked[0]
     refused = launch(Scripted([400]), tools=False)

@@ -58,17 +58,17 @@ def test_unknown_command_line_option_is_reported_in_one_line(words, message, cap
     (["serve", "--model", "m", "--served-model-name", ""], "--served-model-name is empty: give one, or leave it out"),
     (["train", "grpo_tiny.yaml"], "grpo_tiny.yaml is not an override: a file is given by --config grpo_tiny.yaml"),
 ])  # fmt: skip
-def test_mistake_in_the_options_of_a_command_is_reported_with_what_to_write(words, message, capsys):
+def test_error_for_an_invalid_command_line_option_says_what_to_write_instead(words, message, capsys):
     assert leaves_with(cli.main, words) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
-def test_overrides_that_contain_dashes_are_not_read_as_options():
+def test_configuration_overrides_that_contain_dashes_are_not_parsed_as_options():
     assert unknown_option(["a.b=1", "+a.c=-2", "~a.d", "++x={y: --z}", "-"]) is None
 
 
 @pytest.mark.parametrize("main", [run_grpo_math.main, run_ppo.main, run_eval.main, cli.main])
-def test_every_command_prints_its_version_and_help(main, capsys):
+def test_every_command_prints_version_and_help(main, capsys):
     assert leaves_with(main, ["--version"]) == 0
     assert capsys.readouterr().out.strip() == f"nemo_rl_cpp {__version__}"
     assert leaves_with(main, ["--help"]) == 0
@@ -80,7 +80,7 @@ def test_every_command_prints_its_version_and_help(main, capsys):
         assert ("grpo_tiny.yaml" in listed) == (main is run_grpo_math.main)
 
 
-def test_commands_train_and_eval_run_every_kind_of_configuration(capsys):
+def test_train_and_eval_commands_accept_every_kind_of_configuration(capsys):
     """From a wheel there are no scripts: `nemo-rl-cpp train` and `eval` are the same runs."""
     for command, file in (("train", "grpo_tiny.yaml"), ("train", "ppo_tiny.yaml"), ("eval", "evals/eval.yaml")):
         assert cli.main([command, "--config", file, "--dry-run"]) == 0
@@ -100,13 +100,13 @@ def test_commands_train_and_eval_run_every_kind_of_configuration(capsys):
     (run_grpo_math.main, "ppo_tiny.yaml", "ppo makes the file a configuration of a PPO run"),
     (run_ppo.main, "grpo_tiny.yaml", "grpo makes the file a configuration of a GRPO run"),
 ])  # fmt: skip
-def test_configuration_for_another_algorithm_gives_one_error_that_names_the_right_script(main, config, words, capsys):
+def test_configuration_for_another_algorithm_is_an_error_that_names_the_right_script(main, config, words, capsys):
     assert main(["--config", config]) == 2
     shown = capsys.readouterr().err
     assert shown.count("\n") == 2 and words in shown
 
 
-def test_errors_of_an_evaluation_name_its_keys_and_not_those_of_training(capsys, monkeypatch):
+def test_errors_of_an_evaluation_name_evaluation_keys_and_not_training_keys(capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", "empty")
     assert run_eval.main(["generation.model_name=nobody/has-this"]) == 1, "with a network it may succeed"
@@ -123,7 +123,7 @@ def test_errors_of_the_generate_command_name_no_configuration_key(capsys, monkey
     assert "the model is './nowhere'" in shown and "policy." not in shown and shown.count("\n") == 1
 
 
-def test_commands_exit_with_status_2_for_a_mistake_and_1_for_a_failure(capsys):
+def test_commands_exit_with_status_2_for_user_mistakes_and_1_for_failures(capsys):
     missing = ["--model", "./nowhere"]
     for words in (
         ["generate", *missing, "text"], ["chat", *missing], ["serve", *missing, "--port", "0"],
@@ -148,7 +148,7 @@ def test_warnings_are_printed_as_one_line_without_file_and_code():
     assert warnings.formatwarning is before
 
 
-def test_dry_run_prints_the_memory_estimate_and_whether_it_fits(capsys, monkeypatch):
+def test_dry_run_prints_the_memory_estimate_and_whether_the_run_fits_in_memory(capsys, monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.models.memory.machine_memory", lambda: 23e9)
     assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run"]) == 0
     shown, warned = capsys.readouterr()
@@ -194,7 +194,7 @@ def hangs(completions, **_):
 
 
 @pytest.mark.slow
-def test_second_signal_ends_a_run_whose_reward_function_hangs():
+def test_second_interrupt_signal_ends_a_run_whose_reward_function_hangs():
     """The function's module lies beside the configuration, and another one in the working directory: both are found, though
     `examples/run_grpo_math.py` puts neither folder on Python's path."""
     Path("mine").mkdir()
@@ -218,7 +218,7 @@ def test_second_signal_ends_a_run_whose_reward_function_hangs():
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_torch_loads_ends_at_once_without_a_traceback(tmp_path):
+def test_ctrl_c_while_torch_is_imported_ends_the_program_without_a_traceback(tmp_path):
     """Before the first step nothing is worth a graceful end: the program ends at once, without a traceback."""
     code = (
         "import os, signal, sys, threading\n"
@@ -258,7 +258,7 @@ def test_command_with_closed_standard_output_ends_without_a_traceback(words, sai
     assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr
 
 
-def test_broken_pipe_error_that_is_not_of_standard_output_is_reported(capsys):
+def test_broken_pipe_error_of_another_stream_than_standard_output_is_reported(capsys):
     with program() as outcome:
         raise BrokenPipeError(32, "Broken pipe")
     assert outcome.status == 1

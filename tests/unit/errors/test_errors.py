@@ -30,7 +30,7 @@ def missing(completions, **columns):
     return columns["answer"]
 
 
-def test_exception_in_user_code_keeps_its_type_and_its_message_says_where_it_was_raised():
+def test_exception_in_user_code_keeps_its_type_and_names_the_line_that_raised_the_exception():
     error = caught(scored, missing)
     assert isinstance(error, KeyError) and isinstance(error, UserCodeError)
     line = missing.__code__.co_firstlineno + 1
@@ -53,7 +53,7 @@ class OddError(Exception):
     (RuntimeError("one\n  two\n\nthree"), RuntimeError, "RuntimeError: one; two; three, in"),
     (json.JSONDecodeError("bad", "x", 0), json.JSONDecodeError, "JSONDecodeError: bad"),
 ])  # fmt: skip
-def test_every_exception_type_in_user_code_is_reported_in_one_line(raised, kind, text):
+def test_exceptions_of_every_type_in_user_code_are_reported_in_one_line(raised, kind, text):
     def reward(completions):
         raise raised
 
@@ -69,7 +69,7 @@ class KeyboardInterruptLike(BaseException):
     StopIteration(), StopAsyncIteration("x"), GeneratorExit(), asyncio.CancelledError(), KeyboardInterruptLike(),
     BaseExceptionGroup("x", [SystemExit(0)]),
 ])  # fmt: skip
-def test_generator_exit_and_similar_exceptions_in_a_reward_function_become_errors(raised):
+def test_control_flow_exceptions_in_a_reward_function_are_reported_as_errors(raised):
     """None of them may end a loop or a generator of ours without a word."""
 
     def reward(completions):
@@ -80,7 +80,7 @@ def test_generator_exit_and_similar_exceptions_in_a_reward_function_become_error
     assert str(error).startswith(f"reward function reward failed with {type(raised).__name__}") and HERE in str(error)
 
 
-def test_keyboard_interrupt_in_a_reward_function_is_not_wrapped():
+def test_keyboard_interrupt_in_a_reward_function_is_raised_unchanged():
     def reward(completions):
         raise KeyboardInterrupt
 
@@ -135,7 +135,7 @@ def test_unexpected_internal_error_names_the_function_and_line():
     assert "in band_factor (nemo_rl_cpp/algorithms/reward_functions.py:" in sentence
 
 
-def test_traceback_of_an_error_is_saved_in_the_log_folder_or_else_in_a_temporary_folder(tmp_path, monkeypatch):
+def test_traceback_of_an_error_is_saved_in_the_log_folder_or_in_a_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(errors, "_folder", None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     error = caught(scored, missing)

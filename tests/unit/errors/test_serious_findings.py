@@ -26,7 +26,7 @@ def run(capsys, tmp_path, *overrides):
     return said, re.sub(r"\s+", " ", table)
 
 
-def test_run_whose_rewards_are_always_equal_reports_that_nothing_was_learned(tmp_path, capsys, monkeypatch):
+def test_run_with_always_equal_rewards_reports_that_nothing_was_learned(tmp_path, capsys, monkeypatch):
     (tmp_path / "constant_reward.py").write_text("def half(completions, **_):\n    return [0.5 for _ in completions]\n")
     monkeypatch.syspath_prepend(tmp_path)
     functions = "+env={reward_functions: {functions: [constant_reward.half]}}"
@@ -37,7 +37,7 @@ def test_run_whose_rewards_are_always_equal_reports_that_nothing_was_learned(tmp
     assert "had the same reward, 0.5" in table
 
 
-def test_shipped_tiny_run_reports_no_serious_problem(tmp_path, capsys):
+def test_run_with_a_shipped_configuration_reports_no_serious_problem(tmp_path, capsys):
     """Its answers have three digits, and so have its responses: most end at the limit, as they should."""
     said, table = run(capsys, tmp_path, "grpo.max_num_steps=12")
     assert said == [] and table.startswith("GRPO tiny-random: finished ") and "serious" not in table

@@ -31,7 +31,7 @@ def folder(path, rewards, model, response="a", n=2):
 BEFORE, AFTER = [0.0, 0.0, 1.0, 0.0, 1.0, 1.0], [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
 
 
-def test_score_difference_of_two_evaluations_is_computed_from_pairs_of_equal_prompts(tmp_path):
+def test_score_difference_of_two_evaluations_is_computed_from_paired_prompts(tmp_path):
     half = 1.959963984540054 * statistics.stdev([0.5, 0.5, -1.0]) / math.sqrt(3)
     found = compare_evaluations([folder(tmp_path / "a", BEFORE, "old"), folder(tmp_path / "b", AFTER, "new", "b")])
     told, counts = found.verdict
@@ -66,7 +66,7 @@ def test_compare_command_prints_evaluations_side_by_side(tmp_path, capsys):
     assert "--out writes the page of runs" in capsys.readouterr().err
 
 
-def test_comparing_evaluations_of_different_prompts_or_without_files_is_an_error(tmp_path, capsys):
+def test_comparing_evaluations_of_different_prompts_or_with_missing_files_is_an_error(tmp_path, capsys):
     first, other = folder(tmp_path / "a", BEFORE, "old"), folder(tmp_path / "b", BEFORE[:4], "new")
     for folders, words in (
         ([first, other], "have other prompts (3 and 2): compare evaluations of the same data"),
@@ -76,7 +76,7 @@ def test_comparing_evaluations_of_different_prompts_or_without_files_is_an_error
         assert cli.main(["compare", *map(str, folders)]) == 2 and words in capsys.readouterr().err
 
 
-def test_control_characters_in_model_output_are_escaped_in_the_terminal(tmp_path, capsys):
+def test_control_characters_in_responses_are_escaped_in_the_terminal(tmp_path, capsys):
     folders = [folder(tmp_path / name, rewards, f"{name}\x1b[2J", "\x1b]0;title\x07 \ud83d \u202e👩\u200d🔬 ü\n")
                for name, rewards in (("a", BEFORE), ("b", AFTER))]  # fmt: skip
     assert command.compare([*map(str, folders)]) == 0

@@ -31,7 +31,7 @@ def test_pass_at_k_is_accurate_for_10000_responses():
     assert pass_at_k(10_000, 5_000, 50) == pytest.approx(1 - math.comb(5_000, 50) / math.comb(10_000, 50))
 
 
-def test_cons_at_k_matches_hand_computed_values():
+def test_majority_vote_cons_at_k_matches_hand_computed_values():
     # subsets of 3 of a a b b: (a a b) twice -> a, (a b b) twice -> b
     assert cons_at_k([1, 1, 0, 0], ["a", "a", "b", "b"], 3) == 0.5
     # of 2: aa -> a, bb -> b, the four mixed ones -> whoever comes first, a
@@ -41,7 +41,7 @@ def test_cons_at_k_matches_hand_computed_values():
     assert cons_at_k([1, 0], ["a", "a"], 1) == 0.5  # equal answers with different rewards: the first one's counts
 
 
-def test_cons_at_k_matches_the_enumeration_of_all_subsets():
+def test_majority_vote_cons_at_k_matches_the_enumeration_of_all_subsets():
     generator = random.Random(1)
     for _ in range(1500):
         n = generator.randint(1, 9)
@@ -51,7 +51,7 @@ def test_cons_at_k_matches_the_enumeration_of_all_subsets():
         assert cons_at_k(rewards, answers, k) == pytest.approx(reference.cons_at_k(rewards, answers, k), abs=1e-12)
 
 
-def test_cons_at_k_is_exact_for_many_responses():
+def test_majority_vote_cons_at_k_is_exact_for_many_responses():
     answers = ["a"] * 40 + ["b"] * 24
     rewards = [1.0] * 40 + [0.0] * 24
     share = sum(math.comb(40, v) * math.comb(24, 31 - v) for v in range(16, 32)) / math.comb(64, 31)
@@ -67,7 +67,7 @@ def test_confidence_interval_of_the_mean_matches_hand_computed_values():
     assert interval_of_mean([0.5]).high < 1.0
 
 
-def test_wilson_interval_matches_hand_computed_values():
+def test_wilson_confidence_interval_matches_hand_computed_values():
     # 8 of 10: (0.8 + 0.19207) / 1.38415 = 0.71675; half width 1.95996 sqrt(0.016 + 0.0096036) / 1.38415 = 0.22658
     low, high = wilson_interval(0.8, 10)
     assert low == pytest.approx(0.4902, abs=1e-4) and high == pytest.approx(0.9433, abs=1e-4)

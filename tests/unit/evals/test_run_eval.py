@@ -40,7 +40,7 @@ def evaluate(model, *overrides):
     )
 
 
-def test_evaluation_of_a_run_folder_loads_its_newest_checkpoint(checkpoints, tmp_path):
+def test_evaluation_of_a_run_folder_loads_the_newest_checkpoint(checkpoints, tmp_path):
     newest = str(checkpoints / "step_10" / "policy" / "weights")
     assert find_policy_weights(str(checkpoints)) == newest
     assert find_policy_weights(str(checkpoints / "step_10")) == newest
@@ -51,7 +51,7 @@ def test_evaluation_of_a_run_folder_loads_its_newest_checkpoint(checkpoints, tmp
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "empty"])
-def test_evaluation_of_a_run_folder_skips_a_newest_checkpoint_without_complete_weights(tmp_path, damage):
+def test_evaluation_of_a_run_folder_skips_a_checkpoint_with_incomplete_weights(tmp_path, damage):
     for step in (2, 10):
         weights = tmp_path / f"step_{step}" / "policy" / "weights"
         weights.mkdir(parents=True)
@@ -123,7 +123,7 @@ def test_evaluations_of_different_checkpoints_give_different_responses(checkpoin
     ).read_text()
 
 
-def test_evaluations_of_a_policy_and_of_its_checkpoint_give_equal_responses(tmp_path):
+def test_evaluation_of_a_policy_gives_the_same_responses_as_evaluation_of_its_checkpoint(tmp_path):
     torch.set_num_threads(1)
     with tiny.make(tmp_path / "logs", "grpo.seed=3", "grpo.max_num_steps=1") as run:
         run.train()
@@ -146,7 +146,7 @@ def test_evaluations_of_a_policy_and_of_its_checkpoint_give_equal_responses(tmp_
     assert texts[0] == texts[1] and len(texts[0][1]) == 60
 
 
-def test_eval_command_repeats_prompts_and_supports_dry_run(checkpoints, capsys):
+def test_eval_command_generates_several_responses_per_prompt_and_supports_dry_run(checkpoints, capsys):
     arguments = ["--config", "evals/eval.yaml", f"generation.model_name={checkpoints}", *REVERSE, "data.repeat=2"]
     assert run_eval.main(arguments) == 0
     assert "40 prompts" in capsys.readouterr().out
@@ -171,7 +171,7 @@ def sums(metric, *overrides):
     return evaluation.run_env_eval(generation, loader, create_env("arithmetic", {}), config)
 
 
-def test_cons_at_k_of_an_evaluation_scores_the_most_frequent_answer(capsys):
+def test_majority_vote_cons_at_k_scores_the_most_frequent_answer(capsys):
     assert sums("cons@k").score == 0.5  # 2, 3, 2 elect 2; two responses without an answer outvote the right one
     assert sums("pass@k").score == 1.0
     assert sums("pass@k", "eval.k_value=1").score == 0.5
@@ -189,14 +189,14 @@ def test_evaluation_prints_environment_metrics_and_wrong_responses(capsys):
     assert printed.endswith("wrong: 1 + 1 =\n  3\nwrong: 2 + 0 =\n  no idea\nwrong: 2 + 0 =\n  no idea\n")
 
 
-def test_cons_at_k_without_extracted_answers_is_an_error():
+def test_majority_vote_cons_at_k_without_extracted_answers_is_an_error():
     config = load_eval_config("evals/gsm8k.yaml", ["eval.metric=cons@k"])
     with pytest.raises(ValueError, match="cons@k votes on answers"):
         evaluation.prompt_scores([0.0] * 4, [None] * 4, config)
 
 
 @pytest.mark.parametrize("turns, score", [(3, 1.0), (2, 3 / 7), (1, 1 / 7)])
-def test_multi_turn_evaluation_scores_conversations_up_to_max_rollout_turns(turns, score, capsys):
+def test_multi_turn_evaluation_scores_conversations_of_at_most_max_rollout_turns(turns, score, capsys):
     """A player who halves the range: 4 at once, 2 and 6 with two guesses, the others with three."""
     path = {"?4": "+", "?4+": "6", "?4-": "2", "?4+6+": "7", "?4+6-": "5", "?4-2+": "3", "?4-2-": "1"}
     config = load_eval_config(
@@ -227,7 +227,7 @@ def digits(completions, **columns):
 
 
 @pytest.mark.parametrize("as_parts", [True, False])
-def test_evaluation_applies_the_reward_weights_of_training_to_the_components(as_parts):
+def test_evaluation_applies_the_reward_weights_of_training_to_reward_components(as_parts):
     """As in training: a response with both parts right has 0.9 + 0.1, which is right."""
     environment = RewardFunctionEnvironment([long, digits], [0.9, 0.1], as_parts=as_parts)
     config = load_eval_config("evals/eval.yaml", ["generation.model_name=none", *REVERSE])

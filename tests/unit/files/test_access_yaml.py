@@ -24,14 +24,14 @@ class Color(enum.Enum):
     RED = "red"
 
 
-def test_to_plain_converts_models_paths_arrays_tuples_and_enums_to_json_types():
+def test_to_plain_converts_python_objects_of_configurations_to_json_types():
     value = {"m": Outer(), "p": Path("x/y"), "a": np.arange(2), "s": np.float32(0.5), "t": (1, 2), "c": Color.RED}
     assert to_plain(value) == {
         "m": {"inner": {"project": "p"}, "level": 3}, "p": "x/y", "a": [0, 1], "s": 0.5, "t": [1, 2], "c": "red",
     }  # fmt: skip
 
 
-def test_non_finite_numbers_are_written_as_words_and_read_back():
+def test_non_finite_numbers_are_written_to_json_as_words_and_read_back():
     text = json.dumps(to_json({"a": [math.nan, math.inf, -math.inf, 1.0]}), allow_nan=False)
     values = [as_number(value) for value in json.loads(text)["a"]]
     assert math.isnan(values[0]) and values[1:] == [math.inf, -math.inf, 1.0]
@@ -46,7 +46,7 @@ def test_non_finite_numbers_are_written_as_words_and_read_back():
     [1, "two"],
     {},
 ])  # fmt: skip
-def test_written_yaml_is_read_back_equal(value):
+def test_values_written_to_yaml_are_read_back_equal(value):
     assert yaml.safe_load(dump_yaml(value)) == value
 
 

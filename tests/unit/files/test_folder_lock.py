@@ -70,7 +70,7 @@ def test_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path):
         os.waitpid(child, 0)
 
 
-def test_process_that_holds_the_folder_lock_keeps_it_after_saving_a_checkpoint(tmp_path):
+def test_folder_lock_is_kept_after_saving_a_checkpoint(tmp_path):
     manager = claim(tmp_path / "ck")
     with manager.saving(1, {}):
         pass
@@ -88,21 +88,21 @@ def test_run_that_ends_before_its_first_checkpoint_leaves_no_checkpoint_folder(t
     assert (tmp_path / "mine").is_dir()
 
 
-def test_shutdown_of_a_run_succeeds_if_its_locked_folder_was_deleted(tmp_path):
+def test_run_shuts_down_without_error_if_its_locked_folder_was_deleted(tmp_path):
     manager = claim(tmp_path / "ck")
     shutil.rmtree(tmp_path / "ck")
     manager.shutdown()
 
 
 @pytest.mark.parametrize("name", ["file", "file/below", "dangling", "x" * 300])
-def test_error_for_a_folder_that_cannot_be_created_names_the_key(tmp_path, name):
+def test_error_for_a_folder_that_cannot_be_created_names_the_configuration_key(tmp_path, name):
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     with pytest.raises(FolderError, match=KEY):
         claim(tmp_path / name)
 
 
-def test_error_for_a_read_only_checkpoint_folder_names_it(monkeypatch, tmp_path):
+def test_error_for_a_read_only_checkpoint_folder_names_the_folder(monkeypatch, tmp_path):
     (tmp_path / "ck").mkdir()
     real = os.open
 
@@ -136,7 +136,7 @@ def test_folder_stays_locked_if_its_lock_file_has_invalid_content(tmp_path, cont
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["link", "up/../ck", "./ck", "link/../ck"])
-def test_folder_lock_also_applies_to_other_paths_of_the_same_folder(tmp_path, other, name, monkeypatch):
+def test_folder_lock_also_applies_to_other_paths_to_the_same_folder(tmp_path, other, name, monkeypatch):
     (tmp_path / "up").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "ck")
     monkeypatch.chdir(tmp_path)

@@ -46,13 +46,13 @@ def same(a, b):
     return a == b or (isinstance(a, float) and a != a and b != b)
 
 
-def test_nested_state_written_as_json_and_safetensors_is_read_back_equal(tmp_path):
+def test_nested_state_saved_as_json_and_safetensors_is_read_back_equal(tmp_path):
     write_state(tmp_path / "s", STATE)
     assert same(STATE, read_state(tmp_path / "s"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["s.json", "s.safetensors"]
 
 
-def test_equal_states_are_written_as_byte_identical_files(tmp_path):
+def test_equal_states_are_saved_as_byte_identical_files(tmp_path):
     for name in ("a", "b"):
         write_state(tmp_path / name, STATE)
     for suffix in ("json", "safetensors"):
@@ -76,7 +76,7 @@ class Foreign:
     pass
 
 
-def test_error_for_an_unsupported_state_value_names_it_before_a_file_is_written(tmp_path):
+def test_unsupported_state_value_is_an_error_that_names_the_value_before_a_file_is_written(tmp_path):
     state = {"extra_env_info": [{"board": Foreign()}]}
     said = r"rollouts.extra_env_info\[0\].board is a Foreign, which no checkpoint can hold"
     with pytest.raises(ValueError, match=said):

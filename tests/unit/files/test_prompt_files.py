@@ -20,7 +20,7 @@ def test_shipped_prompt_files_are_found_from_any_working_directory(tmp_path, mon
         assert ("THE QUESTION" in text) == (name not in {"gsm8k.txt", "multichoice.txt"}) and "{{" not in text
 
 
-def test_existing_prompt_file_is_preferred_to_a_shipped_one_and_a_missing_one_is_an_error(tmp_path, monkeypatch):
+def test_local_prompt_file_takes_precedence_over_a_shipped_one_and_a_missing_file_is_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cot.txt").write_text("mine {}")
     assert TaskDataSpec(prompt_file="cot.txt").prompt == "mine {}"
@@ -30,7 +30,7 @@ def test_existing_prompt_file_is_preferred_to_a_shipped_one_and_a_missing_one_is
         TaskDataSpec(system_prompt_file=tmp_path / "none.txt")
 
 
-def test_task_data_spec_takes_from_the_defaults_only_the_prompts_that_it_does_not_set():
+def test_task_data_spec_takes_only_missing_prompts_from_the_defaults():
     spec, default = TaskDataSpec("t"), TaskDataSpec()
     default.prompt, default.system_prompt = "p", "s"
     spec.system_prompt = "own"

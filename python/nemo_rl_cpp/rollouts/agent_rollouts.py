@@ -67,7 +67,7 @@ def run_agent_rollouts(
     if all(result.error is not None for result in results):
         raise RuntimeError(f"all {len(results)} rollouts of the agent failed; the first one: {results[0].error}")
     stats = _attach(batch, rollouts, results, tokenizer)
-    metrics = rollout_metrics(stats) | environment_metrics(task_to_env)
+    metrics = rollout_metrics(stats) | environment_metrics(task_to_env, batch["task_name"])
     calls = sum(len(rollout.calls) for rollout in rollouts)
     metrics["agent_calls"] = float(calls)
     metrics["agent_calls_left_out"] = float(calls - sum(s.turns for s in stats))

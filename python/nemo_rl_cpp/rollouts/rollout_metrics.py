@@ -1,5 +1,6 @@
 """Counts of turns and tokens per rollout, and metrics of a batch of rollouts and of its prompt groups."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -56,9 +57,10 @@ def version_metrics(logs: Sequence[LLMMessageLogType], version: int) -> dict[str
     }
 
 
-def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, float]:
+def environment_metrics(task_to_env: Mapping[str, Environment], tasks: Iterable[str] = ()) -> dict[str, float]:
     """Return the environments' metrics since the last call (`pop_metrics`). With several environments, names become
-    `task/name`, and `verifier_timeouts` without a task is the sum over all tasks."""
+    `task/name`, `verifier_timeouts` without a task is the sum over all tasks, and `task/num_responses` is the number of
+    responses that the environment scored; `tasks` has the task of each response."""
     environments: dict[str, Environment] = {}  # by the first of their tasks
     for task, environment in task_to_env.items():
         if all(environment is not other for other in environments.values()):
@@ -69,10 +71,13 @@ def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, flo
     if len(environments) == 1:
         return dict(next(iter(gathered.values()), {}))
     result = {f"{task}/{name}": value for task, metrics in gathered.items() for name, value in metrics.items()}
+    if scored := Counter(id(task_to_env[task]) for task in tasks):
+        result |= {f"{task}/{_NUMBER}": scored[id(environment)] for task, environment in environments.items()}
     timeouts = [metrics["verifier_timeouts"] for metrics in gathered.values() if "verifier_timeouts" in metrics]
     return result | ({"verifier_timeouts": sum(timeouts)} if timeouts else {})
 
 
+_NUMBER = "num_responses"
 COUNTS = frozenset({"agent_errors", "agent_timeouts", "agent_calls", "agent_calls_left_out"})
 """Metrics that are counts, although their names do not begin with `num_`."""
 
@@ -82,8 +87,9 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[
 
     Take the maximum of maxima and the minimum of minima; add totals and counts, such as `verifier_timeouts`,
     `agent_errors` and `num_won`. Average `accuracy_of_X` over rounds, weighted by the number of samples with the
-    property X, and all other metrics, such as rates, weighted by the number of samples. `rewards/NAME`, the mean of a
-    reward function, is averaged whatever its NAME. A metric is combined over the rounds that have it."""
+    property X, and all other metrics, such as rates, weighted by the number of samples, or for `task/name` by
+    `task/num_responses`. `rewards/NAME`, the mean of a reward function, is averaged whatever its NAME. A metric is
+    combined over the rounds that have it."""
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for _, metrics in rounds for name in metrics):
         entries = [(size, metrics) for size, metrics in rounds if name in metrics]
@@ -100,10 +106,16 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[
             combined[name] = join(values)
         else:
             share = name.replace("accuracy_of_", "") if "accuracy_of_" in name else None
-            weights = [size * metrics.get(share, 1.0) for size, metrics in entries]
+            weights = [_responses(size, metrics, name) * metrics.get(share, 1.0) for size, metrics in entries]
             total = sum(weights)
             combined[name] = sum(w * v for w, v in zip(weights, values)) / total if total else values[-1]
     return combined
+
+
+def _responses(size: int, metrics: Mapping[str, float], name: str) -> float:
+    """Return how many of the `size` responses of a round the metric `name` describes, from the round's `metrics`."""
+    counts = [key for key in metrics if key.endswith(f"/{_NUMBER}") and name.startswith(key.removesuffix(_NUMBER))]
+    return metrics[max(counts, key=len)] if counts else size
 
 
 Round = tuple[dict[str, float], list[float], list[int]]

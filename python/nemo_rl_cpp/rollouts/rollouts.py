@@ -344,7 +344,7 @@ def run_multi_turn_rollout(
         conversations.respond(turn, policy_generation.generate(turn.inputs, greedy=greedy, **beside))
         conversations.observe(turn, calculate_rewards(turn.active, task_to_env, early.begun))
     batch = conversations.finish()
-    return batch, rollout_metrics(conversations.stats) | environment_metrics(task_to_env)
+    return batch, rollout_metrics(conversations.stats) | environment_metrics(task_to_env, batch["task_name"])
 
 
 def with_greedy_baseline(

@@ -171,3 +171,24 @@ def test_ctrl_c_ends_a_run_whose_generation_engine_hangs_while_closing(monkeypat
     with pytest.raises(KeyboardInterrupt):
         validator(engine).run(step=0)
     free.set()
+
+
+class Noting(OneTurn):
+    """Also gives the metric `right`, the mean reward of the responses that it has scored."""
+
+    def step(self, message_log_batch, metadata):
+        answer = super().step(message_log_batch, metadata)
+        for reward in answer.rewards.tolist():
+            self._means.add("right", reward)
+        return answer
+
+
+def test_validation_metric_of_an_environment_is_the_mean_over_the_responses_that_it_scored():
+    """Of prompts 0 to 5, task b has 3, 4 and 5: one in the first batch of four, two in the second."""
+    rows = [prompts([f"{i}"], ["b" if i > 2 else "a"], [{"answer": str(i) if i % 2 == 0 else "no"}]) for i in range(6)]
+    run = validator(max_val_samples=None)
+    run.loader = [type(rows[0]).from_batches(part) for part in (rows[:4], rows[4:])]
+    run.task_to_env = {"a": Noting(), "b": Noting()}
+    metrics = run.run(step=0).metrics
+    assert (metrics["a/right"], metrics["b/right"]) == pytest.approx((2 / 3, 1 / 3))
+    assert (metrics["a/num_responses"], metrics["b/num_responses"]) == (3, 3)

@@ -146,7 +146,7 @@ def test_evaluation_of_a_policy_gives_the_same_responses_as_evaluation_of_its_ch
     assert texts[0] == texts[1] and len(texts[0][1]) == 60
 
 
-def test_eval_command_generates_several_responses_per_prompt_and_supports_dry_run(checkpoints, capsys):
+def test_eval_command_can_repeat_the_data_set_and_supports_dry_run(checkpoints, capsys):
     arguments = ["--config", "evals/eval.yaml", f"generation.model_name={checkpoints}", *REVERSE, "data.repeat=2"]
     assert run_eval.main(arguments) == 0
     assert "40 prompts" in capsys.readouterr().out

@@ -66,7 +66,7 @@ def test_chat_template_of_the_model_is_used_without_a_warning(tmp_path, capsys, 
     ({"chat_template_kwargs": {"enable_thinking": False}},
      "the run gave its chat template the values {'enable_thinking': False}"),
 ])  # fmt: skip
-def test_warning_if_the_training_runs_chat_template_differs_from_the_models(tmp_path, capsys, run, said):
+def test_chat_template_of_training_that_differs_from_the_models_gives_a_warning(tmp_path, capsys, run, said):
     folder = checkpoint(tmp_path, OWN, run)
     out = chat(folder, capsys)
     assert out.out.strip() == continued(folder, "12=")
@@ -87,7 +87,7 @@ def test_missing_chat_template_is_a_one_line_error(tmp_path, capsys, run):
     assert error.startswith("error: ") and "has no chat template" in error and error.count("\n") == 1
 
 
-def test_warning_if_the_chat_template_returns_messages_unchanged(tmp_path, capsys):
+def test_chat_template_that_returns_messages_unchanged_gives_a_warning(tmp_path, capsys):
     folder = checkpoint(tmp_path, PASSTHROUGH, {"chat_template": None})
     out = chat(folder, capsys)
     assert out.out.strip() == continued(folder, "12") and out.err.count("warning: ") == 1
@@ -108,13 +108,13 @@ def test_warning_if_the_chat_template_returns_messages_unchanged(tmp_path, capsy
     ({"chat_template_kwargs": {"a": 1}}, {},
      "chat_template_kwargs is null, and the run of this checkpoint had policy.tokenizer.chat_template_kwargs={'a': 1}"),
 ])  # fmt: skip
-def test_evaluation_of_a_checkpoint_reports_prompt_settings_that_differ_from_its_training(tmp_path, run, section, said):
+def test_evaluation_reports_prompt_settings_that_differ_from_the_training_run(tmp_path, run, section, said):
     folder = checkpoint(tmp_path, OWN, run) / "policy" / "weights"
     remarks = differences_from_run(folder, TokenizerConfig(name=str(folder), **section))
     assert (remarks == []) if said is None else (len(remarks) == 1 and said in remarks[0])
 
 
-def test_text_generation_continues_after_bytes_that_are_not_valid_utf8(tmp_path):
+def test_text_generation_continues_after_invalid_utf8_bytes(tmp_path):
     """Random weights on a tokenizer with byte fallback: the stream of text goes on behind them."""
     from tokenizer_folders import KINDS, TEXT, write
 
@@ -133,14 +133,14 @@ def test_text_generation_continues_after_bytes_that_are_not_valid_utf8(tmp_path)
     ([{"role": "User", "content": "12"}], "messages[0].role is 'User'"),
     ([{"role": "user", "content": [{"type": "image"}]}], "only text is supported"),
 ])  # fmt: skip
-def test_chat_message_whose_content_the_chat_template_drops_is_an_error(tmp_path, messages, said):
+def test_chat_template_that_drops_the_content_of_a_chat_message_is_an_error(tmp_path, messages, said):
     folder = checkpoint(tmp_path, "{% for m in messages if m.role == 'user' %}{{ m.content }}={% endfor %}")
     with pytest.raises(ValueError, match="^the ") as refused:
         TextGenerator(folder, precision="float32").generate(messages, max_new_tokens=2)
     assert said in str(refused.value) and "policy." not in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_messages_with_content_parts_or_in_sharegpt_form_give_the_same_prompt_as_plain_ones(tmp_path):
+def test_messages_with_content_parts_and_sharegpt_messages_give_the_prompt_of_plain_messages(tmp_path):
     generator = TextGenerator(checkpoint(tmp_path, OWN), precision="float32")
     texts = {
         generator.generate(messages, greedy=True, max_new_tokens=4).text

@@ -48,14 +48,14 @@ def engines_ids(policy, greedy=False, **generation):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rule", [{}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
-def test_text_generator_gives_the_same_tokens_as_the_engine_of_a_training_run(precision, rule, tmp_path):
+def test_text_generator_gives_the_same_tokens_as_generation_in_a_training_run(precision, rule, tmp_path):
     policy = make_policy(precision, **rule)
     generate = partial(TextGenerator(save(policy, tmp_path), precision=precision).generate, PROMPT, max_new_tokens=12)
     assert generate(seed=policy.create_generation().seed, **rule).token_ids == engines_ids(policy)
     assert generate(greedy=True).token_ids == engines_ids(policy, greedy=True)
 
 
-def test_text_generator_and_policy_convert_weights_to_bfloat16_identically(folder):
+def test_text_generator_and_policy_round_weights_to_bfloat16_identically(folder):
     text = TextGenerator(folder, precision="bfloat16").generate(PROMPT, max_new_tokens=12, greedy=True)
     assert text.token_ids == engines_ids(make_policy("bfloat16"), greedy=True)
 
@@ -67,7 +67,7 @@ def test_streamed_pieces_of_a_response_concatenate_to_the_whole_text(folder):
     assert len(pieces) > 1 and "".join(pieces) == done.text == whole
 
 
-def test_finish_reason_is_length_at_the_limit_and_stop_at_a_stop_string_or_token(folder):
+def test_finish_reason_is_length_at_the_token_limit_and_stop_at_a_stop_string_or_token(folder):
     generator = TextGenerator(folder)
     texts = [generator.generate(PROMPT, max_new_tokens=20, seed=seed) for seed in range(40)]
     ids = [text.token_ids for text in texts]
@@ -81,7 +81,7 @@ def test_finish_reason_is_length_at_the_limit_and_stop_at_a_stop_string_or_token
     assert ended.finish_reason == "stop" and ended.token_ids[-1] == EOS and "<eos>" not in ended.text
 
 
-def test_text_generation_stops_at_the_models_last_position(folder):
+def test_text_generation_stops_at_the_position_limit_of_the_model(folder):
     generator = TextGenerator(folder)
     seed = next(s for s in range(50) if EOS not in generator.generate(PROMPT, max_new_tokens=500, seed=s).token_ids)
     assert len(generator.generate(PROMPT, max_new_tokens=500, seed=seed).token_ids) == 64 - len(PROMPT)
@@ -94,7 +94,7 @@ def test_text_generator_applies_the_chat_template_to_messages(folder):
     assert generate([{"role": "user", "content": PROMPT}]) == generate(PROMPT)
 
 
-def test_error_in_the_callback_on_text_is_raised_and_the_text_generator_stays_usable(folder):
+def test_error_in_a_streaming_callback_is_raised_and_the_text_generator_stays_usable(folder):
     def fail(piece):
         raise KeyError(piece)
 
@@ -149,7 +149,7 @@ def test_generate_command_finds_the_checkpoint_in_a_run_folder(folder, tmp_path,
     (["--model", "{folder}", "--temperature", "1e39", "1+1="], "temperature = 1e+39"),
     (["--model", "{folder}", "--top-k", "-2", "1+1="], "top_k = -2: expected a whole number of at least -1"),
 ])  # fmt: skip
-def test_generate_reports_user_errors_in_one_line(arguments, message, folder, tmp_path, capsys):
+def test_generate_command_reports_user_errors_in_one_line(arguments, message, folder, tmp_path, capsys):
     given = [a.format(tmp=tmp_path, folder=folder) for a in arguments]
     assert main(["generate", *given]) == 2
     error = capsys.readouterr().err
@@ -158,7 +158,7 @@ def test_generate_reports_user_errors_in_one_line(arguments, message, folder, tm
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-38, 1e-6])
-def test_generate_with_temperature_zero_is_greedy(folder, temperature, capsys):
+def test_generate_command_with_temperature_zero_is_greedy(folder, temperature, capsys):
     generator = TextGenerator(folder, precision="float32")
     greedy = generator.generate(PROMPT, greedy=True, max_new_tokens=8)
     assert generator.generate(PROMPT, temperature=temperature, max_new_tokens=8) == greedy
@@ -167,7 +167,7 @@ def test_generate_with_temperature_zero_is_greedy(folder, temperature, capsys):
     assert capsys.readouterr().out.strip() == greedy.text.strip()
 
 
-def test_single_stop_string_of_generate_is_not_split_into_characters(folder):
+def test_stop_string_given_as_a_single_string_is_not_split_into_characters(folder):
     generate = partial(TextGenerator(folder, precision="float32").generate, PROMPT, greedy=True, max_new_tokens=12)
     whole = generate().text
     stop = whole[2:4]
@@ -176,7 +176,7 @@ def test_single_stop_string_of_generate_is_not_split_into_characters(folder):
     assert generate(stop_strings=None).text == whole
 
 
-def test_generate_command_reports_the_words_of_an_unquoted_prompt_as_unknown_arguments(folder, capsys):
+def test_unquoted_prompt_of_the_generate_command_is_reported_as_unknown_arguments(folder, capsys):
     with pytest.raises(SystemExit):
         main(["generate", "--model", str(folder), "1", "+", "1"])
     assert "unknown arguments: + 1" in capsys.readouterr().err
@@ -191,7 +191,7 @@ def test_generate_command_reads_the_prompt_from_standard_input(folder, monkeypat
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_incomplete_last_character_of_a_response_is_shown_as_in_transformers(cut):
+def test_incomplete_utf8_character_at_the_end_of_a_response_is_shown_as_in_transformers(cut):
     """Four tokens of one byte each are a character; an answer that ends before the fourth ends with U+FFFD."""
     backend = Backend(
         models.BPE({character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])

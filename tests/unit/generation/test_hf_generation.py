@@ -42,7 +42,7 @@ def some(data, rows):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_response_of_transformers_generation_does_not_depend_on_other_samples_of_the_batch(kind):
+def test_response_generated_with_transformers_does_not_depend_on_other_samples_in_the_batch(kind):
     """Texts are equal, and log-probabilities to rounding, alone, in any order, and with little memory; the trainer scores the same."""
     settings = {"temperature": 0.9, "top_k": 11, "top_p": 0.95, "stop_token_ids": [2, 5, 9]}
     policy = policy_of(kind, **settings)
@@ -62,7 +62,7 @@ def test_response_of_transformers_generation_does_not_depend_on_other_samples_of
     torch.testing.assert_close(policy.get_logprobs(scored)["logprobs"], out["logprobs"], rtol=0, atol=1e-5)
 
 
-def test_sampling_of_transformers_generation_depends_on_seed_stream_and_draw_id(kind="gemma"):
+def test_samples_generated_with_transformers_depend_on_seed_stream_and_draw_id(kind="gemma"):
     policy, data = policy_of(kind), prompts()
 
     def sampled(seed=5, greedy=False, **changes):
@@ -74,7 +74,7 @@ def test_sampling_of_transformers_generation_depends_on_seed_stream_and_draw_id(
     assert greedy[0::2] == greedy[1::2] == sampled(seed=6, greedy=True)[0::2]
 
 
-def test_generation_with_transformers_and_with_the_native_engine_samples_equal_texts(tmp_path):
+def test_transformers_and_native_generation_sample_the_same_responses(tmp_path):
     """The same Llama, seed and keys: the same texts."""
     from nemo_rl_cpp.models.hf.trained import HfPolicy
 

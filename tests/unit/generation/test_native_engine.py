@@ -104,7 +104,7 @@ def alone(prompt, key, new_tokens, rule=None):
     return tokens[len(prompt) :], logprobs
 
 
-def test_generation_output_has_the_documented_shapes_dtypes_padding_and_tokens():
+def test_generation_output_has_the_documented_shapes_dtypes_and_padding():
     rows = [[5, 6, 7], [8], [5, 6, 7], [9] * 11]
     data = batch(rows, draw_ids=torch.tensor([3, 4, 3, 9]), sample_index=torch.tensor([0, 0, 1, 0]))
     out = make(seed=11).generate(data, greedy=False)
@@ -123,7 +123,7 @@ def test_generation_output_has_the_documented_shapes_dtypes_padding_and_tokens()
         assert out["logprobs"][r, :start].eq(0).all() and out["logprobs"][r, start + 8 :].eq(0).all()
 
 
-def test_prompts_without_draw_ids_get_consecutive_ones_and_different_samples():
+def test_prompts_without_draw_ids_get_consecutive_draw_ids_and_different_samples():
     generation = make()
     first, second = generation.generate(batch([[3, 4]] * 2)), generation.generate(batch([[3, 4]] * 2))
     texts = responses(batch([[3, 4]] * 2), first) + responses(batch([[3, 4]] * 2), second)
@@ -131,7 +131,7 @@ def test_prompts_without_draw_ids_get_consecutive_ones_and_different_samples():
     assert texts[2] == alone([3, 4], (42, 0, 2, 0), 8)[0]
 
 
-def test_different_seeds_and_streams_train_and_val_give_different_samples():
+def test_different_seeds_and_training_and_validation_streams_give_different_samples():
     def text(seed, stream):
         data = batch([[3, 4]], draw_ids=torch.tensor([0]), stream=stream)
         return tuple(responses(data, make(seed=seed).generate(data))[0])
@@ -140,7 +140,7 @@ def test_different_seeds_and_streams_train_and_val_give_different_samples():
     assert text(0, ["val"]) == text(0, "val")
 
 
-def test_validation_sampling_settings_apply_only_to_the_stream_val():
+def test_validation_sampling_settings_apply_only_to_validation():
     config = {"temperature": 1.0, "val_temperature": 0, "top_k": 3, "val_top_k": None}
     data = batch([[3, 4]], stream="val")
     validated = make(**config).generate(data)
@@ -158,7 +158,7 @@ def test_greedy_generation_takes_the_token_with_the_largest_logit():
         assert out["logprobs"][0, end].item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_generation_logprobs_are_those_after_temperature_top_k_and_top_p():
+def test_generation_logprobs_include_temperature_top_k_and_top_p():
     rule = {"temperature": 0.8, "top_k": 10, "top_p": 0.9}
     out = make(**rule).generate(batch([[3, 4]], draw_ids=[6]))
     tokens, logprobs = alone([3, 4], (42, 0, 6, 0), 8, C.SamplingRule(**rule))
@@ -166,7 +166,7 @@ def test_generation_logprobs_are_those_after_temperature_top_k_and_top_p():
     assert out["logprobs"][0, 2:].tolist() == logprobs
 
 
-def test_tokenizers_end_token_is_the_default_stop_token():
+def test_end_token_of_the_tokenizer_is_the_default_stop_token():
     data = batch([[3]] * 40)
     out = make(stop_token_ids=None, max_new_tokens=40).generate(data)
     for text, truncated in zip(responses(data, out), out["truncated"].tolist()):
@@ -174,7 +174,7 @@ def test_tokenizers_end_token_is_the_default_stop_token():
     assert not out["truncated"].all()
 
 
-def test_stop_strings_of_the_configuration_and_of_the_sample_both_end_a_response():
+def test_stop_strings_of_the_configuration_and_stop_strings_of_a_sample_both_end_a_response():
     data = batch([[3, 4]] * 12, stop_strings=[None, ["ca"], "bb"] * 4)
     out = make(stop_strings=["cab"], max_new_tokens=20).generate(data)
     for r, text in enumerate(responses(data, out)):
@@ -194,7 +194,7 @@ def test_responses_are_limited_by_max_new_tokens_and_max_model_len():
         make(max_new_tokens=None).generate(data)
 
 
-def test_kv_cache_is_allocated_at_the_first_generation_and_freed_by_finish_generation():
+def test_kv_cache_is_allocated_at_first_use_and_freed_by_finish_generation():
     model = PythonModel()
     generation = make(model)
     assert generation.prepare_for_generation(tags=["weights"]) and model.cache is None
@@ -228,7 +228,7 @@ def test_error_for_non_finite_logits_names_sample_and_position(monkeypatch):
         make().generate(batch([[3, 4]]))
 
 
-def test_callback_on_finished_gets_each_response_once_before_generation_ends():
+def test_on_finished_callback_receives_each_response_once_before_generation_ends():
     rows = [[2 + i % 5, 3 + i] for i in range(12)]
     data = batch(rows, stop_strings=[["ab"]] * 12)
     model, told = PythonModel(), []
@@ -241,7 +241,7 @@ def test_callback_on_finished_gets_each_response_once_before_generation_ends():
     assert responses(data, make(max_new_tokens=12, max_batch_size=5).generate(data)) == list(expected.values())
 
 
-def test_exception_in_the_callback_on_finished_ends_the_generation():
+def test_exception_in_the_on_finished_callback_ends_the_generation():
     generation = make(max_new_tokens=4, max_batch_size=2)
 
     def refuse(rows, token_ids):

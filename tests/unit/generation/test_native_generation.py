@@ -62,7 +62,7 @@ def test_generation_and_trainer_logprobs_are_bit_identical(family, precision, th
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunked_prefill_preemption_and_small_batches_do_not_change_recurrent_layers_results(family, chunk):
+def test_chunked_prefill_preemption_and_batch_size_do_not_change_results_of_recurrent_layers(family, chunk):
     """A cache of few blocks preempts sequences, whose states are computed again; groups share one prompt and copy its state."""
     inputs, outputs = prompts([40, 33, 1], 4, seed=3), []
     for batch, gigabytes in ((64, 1.0), (3, 1.0), (12, 7.5e-5)):
@@ -83,7 +83,7 @@ WINDOWED = {"mistral": {"sliding_window": 20}} | {name: LAYERS[name] for name in
 
 @pytest.mark.parametrize("family", WINDOWED)
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_kv_cache_that_reuses_blocks_behind_a_window_gives_the_tokens_and_logprobs_of_a_full_cache(family, chunk):
+def test_sliding_window_kv_cache_gives_the_tokens_and_logprobs_of_a_full_kv_cache(family, chunk):
     """The longest sequence has 290 tokens, which are 10 blocks of each layer. Behind the window a step needs at most
     1 + ceil((19 + 64 - 1) / 32) = 4, and one for a copy of a prompt's last block."""
     overrides = {"model_type": family, **WINDOWED[family]}
@@ -105,7 +105,7 @@ def test_kv_cache_that_reuses_blocks_behind_a_window_gives_the_tokens_and_logpro
 
 
 @pytest.mark.parametrize("window", [20, 200])
-def test_forecast_of_the_kv_cache_behind_a_window_is_what_generation_uses(tmp_path, window):
+def test_estimated_kv_cache_size_with_sliding_windows_equals_the_allocated_size(tmp_path, window):
     """Four prompts of 300 tokens with four responses of 100 each. The layer without a window holds 4 * 9 shared and
     16 * 4 other blocks, the layer with a window of 20 at most 2 of each response, and that with a window of 200 at
     most 4 of each response and 7 of each prompt."""
@@ -140,7 +140,7 @@ def wide_model(dtype=torch.bfloat16, seed=3, **overrides):
 @pytest.mark.parametrize("packed", ["off", "on"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("texts", [1, 6, 11, 16, 18])
-def test_decode_steps_are_bit_identical_on_any_number_of_threads(texts, dtype, packed):
+def test_decode_steps_are_bit_identical_for_any_number_of_threads(texts, dtype, packed):
     """Up to 16 rows a step's threads stay together (runtime/team.h), up to 12 may read packed weights (ops/packed_weights.h)."""
     model = wide_model(dtype)
     inputs = prompts([3 + i for i in range(texts)])
@@ -168,7 +168,7 @@ def generation_of(model, packed, **settings):
 
 
 @PACKS
-def test_packed_weights_auto_packs_the_weights_after_enough_decode_steps_with_few_sequences():
+def test_packed_weights_auto_packs_weights_after_enough_decode_steps_with_small_batches():
     inputs = prompts([5])
     for packed, when in (("off", [False, False]), ("auto", [False, True]), ("on", [True, True])):
         model = wide_model()
@@ -183,7 +183,7 @@ def test_packed_weights_auto_packs_the_weights_after_enough_decode_steps_with_fe
 
 
 @PACKS
-def test_experts_are_packed_if_each_has_few_of_many_sequences():
+def test_expert_weights_are_packed_if_each_expert_gets_few_of_many_sequences():
     texts = C.PackedWeights.most_rows() + 8
     inputs = prompts([5 + i for i in range(texts)])
     experts = dict(model_type="olmoe", num_experts=8, num_experts_per_tok=2, intermediate_size=64)
@@ -209,7 +209,7 @@ def take_a_step(model):
 
 @PACKS
 @pytest.mark.parametrize("change", [copy_other_weights, take_a_step])
-def test_generation_with_packed_weights_uses_the_new_weights_after_they_change(change):
+def test_generation_is_equal_with_and_without_packed_weights_after_a_weight_update(change):
     inputs, outputs, digests = prompts([5, 9]), [], set()
     for packed in ("on", "off"):
         model = wide_model()
@@ -223,7 +223,7 @@ def test_generation_with_packed_weights_uses_the_new_weights_after_they_change(c
     assert len(digests) == 1 and are_equal(*outputs)
 
 
-def test_response_depends_only_on_its_prompt_and_sampling_seed_and_not_on_the_batch():
+def test_response_depends_only_on_prompt_and_sampling_seed_and_not_on_the_batch():
     inputs = prompts([5, 17, 40], generations=4)
     whole = make_policy(max_batch_size=64).create_generation().generate(inputs)
     for batch, chunk in ((1, 3), (5, 16)):
@@ -237,7 +237,7 @@ def test_response_depends_only_on_its_prompt_and_sampling_seed_and_not_on_the_ba
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_enforce_eager_reaches_the_native_engine_and_changes_no_result(monkeypatch, enforce_eager):
+def test_enforce_eager_is_passed_to_the_native_engine_and_does_not_change_results(monkeypatch, enforce_eager):
     asked, runner = [], C.NativeModelRunner
 
     def watched(model, **options):
@@ -251,7 +251,7 @@ def test_enforce_eager_reaches_the_native_engine_and_changes_no_result(monkeypat
     assert asked == [{"enforce_eager": enforce_eager, "packed_weights": "auto"}]
 
 
-def test_engine_reads_the_trainers_weights_without_a_copy():
+def test_generation_engine_reads_the_weights_of_the_trainer_without_a_copy():
     policy = make_policy("bfloat16")
     generation = policy.create_generation()
     before = generation.generate(prompts([8]), greedy=True)["logprobs"]

@@ -30,7 +30,7 @@ def logits_rows(kind: str, V: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["ordinary", "peaked", "flat", "masked"])
 @pytest.mark.parametrize("V", [2, 37, 2048, 5003])
-def test_sampled_token_its_logprob_and_the_entropy_match_a_slow_reference(kind, V):
+def test_sampled_tokens_logprobs_and_entropies_match_a_reference_implementation(kind, V):
     logits = logits_rows(kind, V)
     u = torch.linspace(0.03, 0.97, len(logits), dtype=torch.float64)
     for rule in RULES:
@@ -46,7 +46,7 @@ def test_sampled_token_its_logprob_and_the_entropy_match_a_slow_reference(kind, 
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_scored_and_sampled_logprobs_are_bit_identical(rule):
+def test_logprobs_of_sampling_and_scoring_are_bit_identical(rule):
     logits = torch.randn(64, 3001, generator=torch.Generator().manual_seed(0)) * 3
     u = torch.rand(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     tokens, logprobs, entropies = C.sample_rows(logits, u, C.SamplingRule(**rule))
@@ -55,7 +55,7 @@ def test_scored_and_sampled_logprobs_are_bit_identical(rule):
     assert torch.equal(scored_entropies, entropies)
 
 
-def test_token_sampled_from_a_row_of_logits_does_not_depend_on_other_rows_or_threads():
+def test_sampled_token_does_not_depend_on_other_rows_in_the_batch_or_on_threads():
     logits = torch.randn(33, 5000, generator=torch.Generator().manual_seed(2)) * 3
     u = torch.rand(33, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     rule = C.SamplingRule(top_p=0.95, top_k=40)
@@ -69,7 +69,7 @@ def test_token_sampled_from_a_row_of_logits_does_not_depend_on_other_rows_or_thr
 @pytest.mark.parametrize(
     "rule", [{}, {"temperature": 0.6}, {"top_k": 12}, {"top_p": 0.7}, {"top_k": 30, "top_p": 0.9}], ids=str
 )
-def test_sampled_tokens_follow_their_probabilities(rule):
+def test_sampled_token_frequencies_match_the_token_probabilities(rule):
     """Chi-square over the tokens; the critical value is that of significance 1e-4 (Wilson-Hilferty)."""
     V, draws = 60, 40_000
     logits = torch.randn(1, V, generator=torch.Generator().manual_seed(4)) * 1.5
@@ -85,7 +85,7 @@ def test_sampled_tokens_follow_their_probabilities(rule):
     assert statistic < critical
 
 
-def test_top_k_keeps_all_tokens_whose_logit_equals_the_kth_largest():
+def test_top_k_keeps_all_tokens_that_tie_with_the_kth_largest_logit():
     logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]])
     drawn = {
         int(C.sample_rows(logits, torch.tensor([u], dtype=torch.float64), C.SamplingRule(top_k=2))[0])
@@ -94,7 +94,7 @@ def test_top_k_keeps_all_tokens_whose_logit_equals_the_kth_largest():
     assert drawn == {0, 2, 3, 4}
 
 
-def test_top_p_keeps_the_tokens_of_hand_computed_cases():
+def test_tokens_kept_by_top_p_match_hand_computed_cases():
     # 0.5, 0.25, 0.125, 0.125: ascending sums 0.125 (index 2), 0.25 (3), 0.5 (1), 1 (0)
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64).log().float().unsqueeze(0)
 
@@ -111,7 +111,7 @@ def test_top_p_keeps_the_tokens_of_hand_computed_cases():
     )
 
 
-def test_greedy_sampling_takes_the_first_maximum_and_reports_unfiltered_logprobs():
+def test_greedy_sampling_takes_the_first_maximum_and_returns_logprobs_without_top_k_and_top_p():
     logits = torch.tensor([[0.0, 2.0, 2.0, -1.0]])
     u = torch.tensor([0.99], dtype=torch.float64)
     tokens, logprobs, _ = C.sample_rows(logits, u, C.SamplingRule(temperature=0.1, top_k=1, top_p=0.5, greedy=True))
@@ -119,7 +119,7 @@ def test_greedy_sampling_takes_the_first_maximum_and_reports_unfiltered_logprobs
     assert logprobs.item() == pytest.approx(torch.log_softmax(logits.double(), -1)[0, 1].item(), abs=1e-6)
 
 
-def test_sampling_never_takes_a_token_of_probability_zero_at_the_extreme_uniform_numbers():
+def test_tokens_of_probability_zero_are_never_sampled_even_at_extreme_random_numbers():
     logits = torch.full((1, 4100), -torch.inf)
     logits[0, [7, 4097]] = torch.tensor([1.0, 1.0])
     for u in (0.0, 1 - 2**-53):

@@ -110,7 +110,7 @@ def test_error_for_a_killed_vllm_server_names_the_signal(tmp_path):
     assert ended(engine.server.pid)
 
 
-def test_vllm_server_started_by_a_run_ends_if_the_trainer_ends(tmp_path):
+def test_vllm_server_started_by_a_run_ends_with_the_trainer_process(tmp_path):
     """The kernel closes the trainer's end of standard input, however the trainer ends."""
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nexec sleep 600\n")
@@ -147,7 +147,7 @@ def test_vllm_server_started_by_a_run_gets_its_options_from_the_configuration():
     assert "--enable-prefix-caching" not in words and "--no-enable-prefix-caching" not in words
 
 
-def test_started_vllm_server_has_a_block_for_each_state_of_a_recurrent_layer(tmp_path):
+def test_started_vllm_server_has_enough_cache_blocks_for_all_recurrent_states(tmp_path):
     config = PolicyConfig(
         model_name="tiny-random",
         precision="bfloat16",
@@ -170,14 +170,14 @@ def test_started_vllm_server_has_a_block_for_each_state_of_a_recurrent_layer(tmp
     ("mode", "text"),
     [("old", f"which has vLLM 0.31.0: its interfaces change with each version, and {TESTED_VERSION} is"), ("none", "which has no vLLM: install vLLM")],
 )  # fmt: skip
-def test_unsupported_vllm_version_is_rejected_before_a_model_is_loaded(mode, text, tmp_path):
+def test_unsupported_vllm_version_is_an_error_before_the_model_is_loaded(mode, text, tmp_path):
     python = vllm_server_stand_in.interpreter(tmp_path, mode)
     with pytest.raises(ValueError, match=text):
         vllm = "policy.generation.backend=vllm", f"policy.generation.vllm_cfg.python={python}"
         tiny.make(tmp_path, *vllm, policy_factory=None)
 
 
-def test_vllm_python_that_is_not_a_python_interpreter_is_rejected(tmp_path):
+def test_vllm_python_path_that_is_not_a_python_interpreter_is_an_error(tmp_path):
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\necho no such thing >&2; exit 1\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -190,7 +190,7 @@ def test_vllm_python_that_is_not_a_python_interpreter_is_rejected(tmp_path):
         check_interpreter(str(program), patience=0.2)
 
 
-def test_vllm_is_an_error_for_models_whose_checkpoint_tensors_have_different_names(tmp_path):
+def test_vllm_generation_is_an_error_for_models_whose_tensor_names_vllm_does_not_know(tmp_path):
     """transformers keeps all experts of a layer in one tensor; vLLM reads them one by one."""
     pytest.importorskip("transformers")
     policy = hf_policy("mixtral", generation={"backend": "vllm", "vllm_cfg": {"python": "/usr/bin/python3"}})
@@ -213,7 +213,7 @@ def test_digest_of_the_weights_sent_to_vllm_covers_names_dtypes_shapes_and_value
     buffer.close()
 
 
-def test_shared_memory_for_weights_sent_to_vllm_is_freed_with_its_object():
+def test_shared_memory_for_weights_sent_to_vllm_is_freed_when_its_owner_is_garbage_collected():
     buffer = SharedMemoryTransport({"a": torch.ones(3)}, None)
     descriptor, memory = buffer.descriptor, os.fstat(buffer.descriptor)
     del buffer
@@ -222,7 +222,7 @@ def test_shared_memory_for_weights_sent_to_vllm_is_freed_with_its_object():
         assert not os.path.samestat(os.fstat(descriptor), memory)
 
 
-def test_null_in_env_vars_removes_that_environment_variable_from_the_vllm_server(monkeypatch):
+def test_null_in_env_vars_removes_the_environment_variable_from_the_vllm_server(monkeypatch):
     monkeypatch.setenv("PROXY", "somewhere")
     given = server_environment({"PROXY": None, "HF_HUB_OFFLINE": None, "VLLM_NO_USAGE_STATS": 0})
     assert "PROXY" not in given and "HF_HUB_OFFLINE" not in given and given["VLLM_NO_USAGE_STATS"] == "0"

@@ -77,7 +77,7 @@ def test_generation_logprobs_of_vllm_match_those_of_the_trainer(joined):
     torch.testing.assert_close(out["logprobs"], scored.float(), atol=1e-5, rtol=0)
 
 
-def test_each_sample_generated_by_vllm_has_a_different_and_reproducible_seed(joined):
+def test_each_vllm_sample_has_a_distinct_and_reproducible_seed(joined):
     _, _, engine = joined
     data = prompts()
     first, again = texts(engine.generate(data), data), texts(engine.generate(data), data)
@@ -87,7 +87,7 @@ def test_each_sample_generated_by_vllm_has_a_different_and_reproducible_seed(joi
     assert any(first[2 * i] != first[2 * i + 1] for i in range(6))  # the two of a prompt
 
 
-def test_responses_of_vllm_are_cut_at_stop_strings_and_reported_when_finished(joined):
+def test_vllm_responses_are_truncated_at_stop_strings_and_reported_when_finished(joined):
     """Stop texts are looked for here; what vLLM would go on with is given up there."""
     server, policy, engine = joined
     data, told = prompts(), {}
@@ -141,7 +141,7 @@ REFUSED = {  # what is wrong -> what is said
 
 
 @pytest.mark.parametrize("wrong", REFUSED, ids=lambda wrong: str(wrong[min(1, len(wrong) - 1)]))
-def test_error_for_an_unusable_vllm_server_contains_the_command_that_starts_one(wrong, model):
+def test_error_for_an_unusable_vllm_server_contains_the_command_that_starts_a_server(wrong, model):
     facts = dict([wrong[1:]]) if len(wrong) > 1 else {}
     vllm = {"precision": "bf16"} if "dtype" in facts else {}
     with vllm_server_stand_in.serving(wrong[0], model[True], **facts) as server:
@@ -151,7 +151,7 @@ def test_error_for_an_unusable_vllm_server_contains_the_command_that_starts_one(
     assert f"is started like this:\n  {server_command(policy)}" in str(error.value)
 
 
-def test_vllm_server_on_a_cpu_with_recurrent_layers_needs_bfloat16(model):
+def test_vllm_on_a_cpu_requires_bfloat16_for_models_with_recurrent_layers(model):
     with vllm_server_stand_in.serving("good", model[True]) as server:  # it reports float32
         policy = policy_of(True, {"server_url": server.url}, RECURRENT).config
         with pytest.raises(ValueError, match="which computes in float32: .* compute only in bfloat16") as error:
@@ -249,7 +249,7 @@ def test_vllm_server_is_resumed_if_a_refit_fails_before_weights_change(joined, m
     assert engine.weight_version == 8
 
 
-def test_error_in_the_callback_on_finished_cancels_unfinished_vllm_requests(joined):
+def test_error_in_the_on_finished_callback_cancels_unfinished_vllm_requests(joined):
     server, _, engine = joined
     data = prompts()
     events = server.events
@@ -298,7 +298,7 @@ def by_nccl(model, monkeypatch):
         engine.shutdown()
 
 
-def test_nccl_weight_transfer_sends_weights_as_vllm_expects_them(by_nccl):
+def test_nccl_weight_transfer_sends_weights_in_the_format_that_vllm_expects(by_nccl):
     server, policy, engine, communicator = by_nccl
     for version in (0, 1):
         change(policy, version)
@@ -367,7 +367,7 @@ SMALL = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "trainer"), [("ppo", "native"), ("grpo", "hf")])
-def test_grpo_run_trains_with_a_vllm_server_that_was_already_running(algorithm, trainer, tmp_path):
+def test_grpo_run_trains_with_an_already_running_vllm_server(algorithm, trainer, tmp_path):
     """Two steps with a refit before each: digests, versions, scored batches; the server stays, with the last weights."""
     if trainer == "hf":
         pytest.importorskip("transformers")

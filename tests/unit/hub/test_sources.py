@@ -71,7 +71,7 @@ UNREACHABLE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", UNREACHABLE)
-def test_unreachable_hub_fails_within_seconds_with_one_line_that_names_the_config_key(case, tmp_path):
+def test_unreachable_hub_is_a_one_line_error_within_seconds_that_names_the_configuration_key(case, tmp_path):
     call, what, words = UNREACHABLE[case]
     begin = time.monotonic()
     said = resolved(tmp_path, call=call, HF_ENDPOINT=CLOSED_PORT)
@@ -81,7 +81,7 @@ def test_unreachable_hub_fails_within_seconds_with_one_line_that_names_the_confi
 
 
 @pytest.mark.slow
-def test_with_hf_hub_offline_models_come_only_from_the_local_cache(tmp_path):
+def test_models_are_loaded_only_from_the_local_cache_with_hf_hub_offline(tmp_path):
     assert resolved(tmp_path, HF_HUB_OFFLINE="1").startswith("HubUnreachableError")
     snapshot = cached_tokenizer(tmp_path)
     assert resolved(tmp_path, HF_HUB_OFFLINE="1").startswith("HubUnreachableError"), "a cached tokenizer is no model"
@@ -135,7 +135,7 @@ def test_hub_that_never_answers_is_an_error_after_a_deadline(tmp_path):
         assert said.startswith("HubUnreachableError") and time.monotonic() - begin < 15
 
 
-def test_download_that_breaks_off_is_an_error_and_not_replaced_by_the_packaged_model(monkeypatch):
+def test_interrupted_model_download_is_an_error_and_not_replaced_by_the_packaged_model(monkeypatch):
     def fail(*_, **__):
         raise OSError("no space left on device")
 
@@ -159,7 +159,7 @@ def test_tokenizer_in_the_hub_cache_is_used_without_contacting_the_hub(tmp_path)
             silent.accept()
 
 
-def test_model_paths_on_this_machine_resolve_to_folders_and_missing_ones_are_errors(tmp_path, monkeypatch):
+def test_local_model_paths_resolve_to_folders_and_missing_paths_are_errors(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     assert sources.resolve_model("model") == sources.Path("model")
@@ -275,7 +275,7 @@ def test_folder_converted_from_gguf_has_the_original_weights_and_loads_in_transf
     assert ids.tolist()[0][0] == 3 + 94 + 2 and model(ids).logits.isfinite().all()
 
 
-def test_sizes_of_a_gguf_file_are_those_of_its_tensors(small_gguf, tmp_path, monkeypatch):
+def test_parameter_count_of_a_gguf_file_is_the_sum_of_its_tensor_sizes(small_gguf, tmp_path, monkeypatch):
     from nemo_rl_cpp.models.model_sizes import model_sizes
 
     monkeypatch.setenv("NEMO_RL_CPP_CACHE", str(tmp_path))
@@ -293,7 +293,7 @@ PREPARE = """
 """
 
 
-def test_packaged_model_is_converted_once_by_two_concurrent_processes(small_gguf, tmp_path):
+def test_packaged_model_is_converted_only_once_by_two_concurrent_processes(small_gguf, tmp_path):
     file = small_gguf[0]
     code = textwrap.dedent(PREPARE.format(file=str(file), digest=sources.sha256_of(file)))
     env = {**os.environ, "NEMO_RL_CPP_CACHE": str(tmp_path)}
@@ -312,7 +312,7 @@ def test_packaged_model_is_converted_once_by_two_concurrent_processes(small_gguf
     assert sizes["model.safetensors"] == (folder / "model.safetensors").stat().st_size
 
 
-def test_incomplete_converted_folder_is_converted_again_and_a_damaged_gguf_file_is_an_error(
+def test_incompletely_converted_model_is_converted_again_and_a_damaged_gguf_file_is_an_error(
     small_gguf, tmp_path, monkeypatch, capsys
 ):
     file = small_gguf[0]
@@ -332,7 +332,7 @@ def test_incomplete_converted_folder_is_converted_again_and_a_damaged_gguf_file_
 
 
 @pytest.mark.slow
-def test_hub_name_of_the_packaged_model_uses_the_package_if_the_hub_is_unreachable(small_gguf, tmp_path):
+def test_packaged_model_is_used_for_its_hub_name_if_the_hub_is_unreachable(small_gguf, tmp_path):
     file = small_gguf[0]
     code = PREPARE.format(file=str(file), digest=sources.sha256_of(file)).replace(
         "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -371,7 +371,7 @@ def test_converted_smollm2_answers_paris_for_the_capital_of_france():
 
 
 @pytest.mark.slow
-def test_converted_smollm2_tokenizer_matches_the_one_transformers_reads_from_gguf():
+def test_converted_smollm2_tokenizer_matches_the_tokenizer_that_transformers_reads_from_gguf():
     from nemo_rl_cpp.data.tokenizer import Tokenizer
     from transformers import AutoTokenizer
 

@@ -8,7 +8,7 @@ def test_samples_chosen_for_printing_range_from_best_to_worst_reward():
     assert choose_samples([0.0, 5.0, 3.0], 1) == [2]
 
 
-def test_printed_samples_show_markup_characters_of_their_text_unchanged(capsys):
+def test_markup_characters_in_printed_samples_are_shown_unchanged(capsys):
     logs = [[{"role": "user", "content": "2 + 2 = [/bold] [red]"}, {"role": "assistant", "content": "[link=x] 4"}], []]
     print_samples(logs, [1.0, -0.5], 2, step=7)
     text = capsys.readouterr().out

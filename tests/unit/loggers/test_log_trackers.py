@@ -34,14 +34,14 @@ def fake(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "trackio"])
-def test_error_for_a_missing_tracker_package_names_key_and_install_command(tmp_path, monkeypatch, name):
+def test_error_for_a_missing_tracker_package_names_configuration_key_and_install_command(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match=f"logger.{name}_enabled=true.*pip install {name}.*{name}_enabled=false"):
         Logger(config(tmp_path, **{f"{name}_enabled": True}))
 
 
 @pytest.mark.slow
-def test_wandb_run_id_is_kept_on_resume_unless_logged_steps_are_repeated(tmp_path, monkeypatch):
+def test_wandb_run_id_is_kept_on_resume_unless_already_logged_steps_are_repeated(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -152,7 +152,7 @@ NAMES = ["exact match (strict)", "größe", "長さ", "n" * 300, "a\nb", "\ud800
 
 
 @pytest.mark.filterwarnings("error")
-def test_metric_names_that_mlflow_rejects_are_replaced_and_still_logged(tmp_path, mlflow):
+def test_metric_names_invalid_in_mlflow_are_renamed_and_logged(tmp_path, mlflow):
     with Logger(config(tmp_path, mlflow_enabled=True)) as logger:
         logger.log_metrics({name: float(i) for i, name in enumerate(NAMES)} | {"loss": 0.5}, 1, prefix="train")
         logger.log_hyperparams({"env": {"exact match (strict)": 1}, "seed": 2})
@@ -185,7 +185,7 @@ def test_resumed_mlflow_run_logs_changed_parameters_under_new_names(tmp_path, ml
 
 
 @pytest.mark.filterwarnings("error")
-def test_tracker_of_a_run_resumed_from_an_older_checkpoint_has_one_value_per_step(tmp_path, mlflow, fake):
+def test_metrics_have_one_value_per_step_in_trackers_after_resuming_from_an_older_checkpoint(tmp_path, mlflow, fake):
     trackio, swanlab = fake("trackio"), fake("swanlab")
     cfg = config(tmp_path, mlflow_enabled=True, trackio_enabled=True, trackio={"project": "q"}, swanlab_enabled=True)
     with Logger(cfg) as logger:
@@ -209,7 +209,9 @@ def test_tracker_of_a_run_resumed_from_an_older_checkpoint_has_one_value_per_ste
     assert len(mlflow.runs) == 2, "nothing later was logged: the same run continues"
 
 
-def test_configuration_key_takes_precedence_over_a_trackers_environment_variable(tmp_path, mlflow, fake, monkeypatch):
+def test_tracker_configuration_takes_precedence_over_environment_variables_of_the_tracker(
+    tmp_path, mlflow, fake, monkeypatch
+):
     wandb = fake("wandb")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
     monkeypatch.setenv("WANDB_PROJECT", "mine")
@@ -228,7 +230,7 @@ def test_configuration_key_takes_precedence_over_a_trackers_environment_variable
     )  # fmt: skip
 
 
-def test_metrics_are_logged_to_the_configured_mlflow_server_even_if_user_code_sets_another(tmp_path, mlflow):
+def test_metrics_go_to_the_configured_mlflow_server_even_if_user_code_sets_another_server(tmp_path, mlflow):
     cfg = config(tmp_path, mlflow_enabled=True, mlflow={"tracking_uri": "sqlite:///given.db"})
     with Logger(cfg) as logger:
         mlflow.set_tracking_uri("sqlite:///of-a-judge.db")
@@ -257,7 +259,7 @@ def test_unreachable_mlflow_server_is_an_error_that_names_the_key(monkeypatch, p
         check(port)
 
 
-def test_experiment_tracker_that_fails_does_not_end_the_run(tmp_path, fake):
+def test_failing_experiment_tracker_does_not_end_the_run(tmp_path, fake):
     trackio = fake("trackio")
     trackio.run.log.side_effect = ConnectionError("no route to host")
     logger = Logger(config(tmp_path, trackio_enabled=True, trackio={"project": "q"}))
@@ -268,7 +270,7 @@ def test_experiment_tracker_that_fails_does_not_end_the_run(tmp_path, fake):
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
 
 
-def test_gpu_metrics_are_logged_over_time_instead_of_steps_and_in_a_separate_file(tmp_path, monkeypatch):
+def test_gpu_metrics_are_logged_by_time_in_a_separate_file(tmp_path, monkeypatch):
     table = "0, 93, 20480\n1, [N/A], 1024\n"
     parsed = {"node.0.gpu.0.util": 93.0, "node.0.gpu.0.mem_gb": 20.0, "node.0.gpu.1.mem_gb": 1.0}
     assert parse_gpu_table(table) == parsed
@@ -282,6 +284,6 @@ def test_gpu_metrics_are_logged_over_time_instead_of_steps_and_in_a_separate_fil
     assert "ray/node.0.mem_total_gb" in line and not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_key_monitor_gpus_without_a_gpu_starts_no_thread(tmp_path, monkeypatch):
+def test_gpu_monitoring_without_a_gpu_starts_no_thread(tmp_path, monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.metrics.memory.shutil.which", lambda name: None)
     assert Logger(config(tmp_path, monitor_gpus=True)).gpu_monitor is None

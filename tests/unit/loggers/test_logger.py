@@ -55,7 +55,7 @@ def test_rows_of_metrics_jsonl_are_strict_json_with_sorted_keys(tmp_path):
     assert rows(tmp_path / "metrics.jsonl")[1] == {"step": 5, "plain": 1}
 
 
-def test_torch_values_are_logged_as_numbers(tmp_path):
+def test_torch_scalars_are_logged_as_numbers(tmp_path):
     torch = pytest.importorskip("torch")
     with Logger({"log_dir": str(tmp_path)}) as logger:
         values = {"loss": torch.tensor([0.25]), "norm": torch.tensor(2.0, requires_grad=True)}
@@ -67,7 +67,7 @@ def test_torch_values_are_logged_as_numbers(tmp_path):
     assert events(tmp_path / "tensorboard") == [("train/loss", 1, 0.25), ("train/norm", 1, 2.0)]
 
 
-def test_tensorboard_logger_skips_values_that_are_not_numbers_and_says_so_once(tmp_path, capsys):
+def test_tensorboard_logger_skips_non_numeric_values_with_one_warning(tmp_path, capsys):
     with Logger({"log_dir": str(tmp_path)}) as logger:
         for step in (1, 2):
             logger.log_metrics({"text": "hello", "list": [1, 2], "x": step}, step)
@@ -125,7 +125,7 @@ def test_logs_of_a_resumed_run_equal_those_of_an_uninterrupted_one(tmp_path):
     assert stable(broken) == stable(whole)
 
 
-def test_truncating_logs_works_for_step_zero_and_in_an_empty_folder(tmp_path):
+def test_logs_can_be_truncated_to_step_zero_and_in_an_empty_folder(tmp_path):
     with Logger({"log_dir": str(tmp_path)}) as logger:
         logger.truncate_after(3)
         log_steps(logger, 1, 2)
@@ -134,7 +134,7 @@ def test_truncating_logs_works_for_step_zero_and_in_an_empty_folder(tmp_path):
     assert events(tmp_path / "tensorboard") == []
 
 
-def test_incomplete_last_line_of_metrics_does_not_damage_the_next_row(tmp_path):
+def test_incomplete_last_line_of_the_metrics_file_does_not_corrupt_the_next_row(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 1}\n{"step": 2, "a"')
     with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
         logger.log_metrics({"a": 2}, 2)
@@ -153,7 +153,7 @@ def test_metrics_logged_before_the_process_is_killed_are_on_disk(tmp_path):
     assert events(tmp_path / "tensorboard") == [("train/x", 1, 1.5)]
 
 
-def test_importing_the_logger_imports_no_tracker_and_no_torch():
+def test_importing_the_logger_imports_neither_trackers_nor_torch():
     program = (
         "import sys, nemo_rl_cpp.loggers.logger, nemo_rl_cpp.checkpoints.manager, nemo_rl_cpp.report\n"
         "heavy = {'torch', 'wandb', 'mlflow', 'swanlab', 'trackio', 'tensorboardX', 'rich', 'matplotlib', 'ray'}\n"
@@ -184,21 +184,21 @@ def _run_of(folder, base, log_dir=None, step=2):
     return Path(log_dir), tmp.with_name(f"step_{step}")
 
 
-def test_resumed_run_logs_into_its_earlier_log_folder(tmp_path):
+def test_resumed_run_logs_into_the_log_folder_of_the_interrupted_run(tmp_path):
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     (tmp_path / "alias").symlink_to(tmp_path / "ck")
     for path in (checkpoint, tmp_path / "alias" / checkpoint.name):
         assert get_experiment_dir(str(tmp_path / "logs"), str(logs), path) == str(logs)
 
 
-def test_resumed_run_whose_folders_were_moved_logs_into_its_earlier_log_folder(tmp_path):
+def test_resumed_run_whose_folders_were_moved_logs_into_the_moved_log_folder(tmp_path):
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     (tmp_path / "ck").rename(tmp_path / "ck_moved")
     moved, checkpoint = (tmp_path / "logs").rename(tmp_path / "logs_moved"), tmp_path / "ck_moved" / checkpoint.name
     assert get_experiment_dir(str(moved), str(logs), checkpoint) == str(moved / "exp_001")
 
 
-def test_run_from_a_copied_checkpoint_does_not_touch_the_first_runs_logs(tmp_path, capsys):
+def test_run_resumed_from_a_copied_checkpoint_does_not_modify_logs_of_the_original_run(tmp_path, capsys):
     """The folder that training_info.json names is never followed: neither into another log_dir nor within the same one."""
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     copy, link = tmp_path / "branch" / checkpoint.name, tmp_path / "linked" / checkpoint.name
@@ -212,7 +212,7 @@ def test_run_from_a_copied_checkpoint_does_not_touch_the_first_runs_logs(tmp_pat
     assert f"holds the logs of {tmp_path / 'ck'}" in capsys.readouterr().out
 
 
-def test_resumed_run_with_another_log_dir_says_that_the_folder_of_its_logs_is_not_there(tmp_path, capsys):
+def test_resumed_run_with_a_changed_log_dir_prints_that_the_earlier_logs_are_missing(tmp_path, capsys):
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     new = get_experiment_dir(str(tmp_path / "logs2"), str(logs), checkpoint)
     said = f"The logs go on in {new}: the checkpoint names {logs}, and {tmp_path / 'logs2' / 'exp_001'} is not there."
@@ -228,13 +228,13 @@ def test_resumed_run_does_not_log_into_the_log_folder_of_a_different_run(tmp_pat
 
 
 @pytest.mark.parametrize("recorded", ["/etc", "../..", "exp_001/../../x", "", "exp_x", 7, None])
-def test_resume_makes_a_new_folder_if_the_checkpoints_log_dir_is_not_an_experiment_folder(tmp_path, recorded):
+def test_resume_creates_a_new_log_folder_if_the_recorded_one_is_not_an_experiment_folder(tmp_path, recorded):
     _, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     found = get_experiment_dir(str(tmp_path / "logs"), recorded, checkpoint)
     assert found == str(tmp_path / "logs" / "exp_002")
 
 
-def test_truncating_logs_on_resume_deletes_no_files_of_the_user(tmp_path):
+def test_truncating_logs_on_resume_deletes_no_user_files(tmp_path):
     own = ["notes_step12.jsonl", "sub/train_data_step4.jsonl"]
     with Logger({"log_dir": str(tmp_path)}) as logger:
         log_steps(logger, 1, 4)
@@ -274,7 +274,7 @@ def test_flushing_the_logger_syncs_its_files_and_their_folder_to_disk(tmp_path, 
     assert {str((tmp_path / name).resolve()) for name in wanted} <= synced
 
 
-def test_log_lines_that_a_full_disk_rejects_are_written_later_and_the_run_continues(tmp_path, monkeypatch):
+def test_log_lines_rejected_by_a_full_disk_are_written_later_and_the_run_continues(tmp_path, monkeypatch):
     real, full = os.write, []
 
     def write(descriptor, data):
@@ -297,7 +297,7 @@ def test_log_lines_that_a_full_disk_rejects_are_written_later_and_the_run_contin
     assert rows(tmp_path / "metrics.jsonl") == [{"step": step, "a": step} for step in (1, 2, 3, 4)]
 
 
-def test_second_run_in_a_log_folder_in_use_is_an_error(tmp_path):
+def test_log_folder_in_use_by_another_run_is_an_error(tmp_path):
     first, second = (Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) for _ in range(2))
     first.claim()
     with pytest.raises(ValueError, match="in use by .*logger.log_dir of its own"):

@@ -12,7 +12,7 @@ def parse(folder):
     return [event for _, event in tb_events.records(path.read_bytes())]
 
 
-def test_tensorboard_scalars_histograms_and_hyperparameters_are_read_back_by_a_parser(tmp_path):
+def test_written_tensorboard_scalars_histograms_and_hyperparameters_are_read_back_by_a_parser(tmp_path):
     file = TensorboardLogger({}, tmp_path)
     file.log_metrics({"a (b)": 1.5, "a [b]": 2.5, "长/": math.nan, "c": 1e300, "\ud800": 1.0}, 300)
     file.log_histogram([1.0, 2.0, 2.0, 4.0], 1 << 40, "h")
@@ -33,7 +33,7 @@ def test_tensorboard_scalars_histograms_and_hyperparameters_are_read_back_by_a_p
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 13, 20])
-def test_resumed_run_removes_an_incomplete_record_of_the_tensorboard_file_and_appends(tmp_path, cut):
+def test_resumed_run_removes_an_incomplete_tensorboard_record_and_appends_to_the_file(tmp_path, cut):
     for step in (1, 2, 3):
         file = TensorboardLogger({}, tmp_path)
         file.log_metrics({"x": step}, step)

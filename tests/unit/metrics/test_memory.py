@@ -32,7 +32,7 @@ def test_peak_memory_is_measured_for_each_phase_of_a_step():
     assert set(phases.step_metrics()) == {"rss_gb", "peak_rss_gb/run"}
 
 
-def test_garbage_collector_is_unfrozen_after_a_run_even_if_it_raised():
+def test_garbage_collector_is_unfrozen_after_a_run_even_if_the_run_failed():
     gc.unfreeze()
     with pytest.raises(KeyError), memory.startup_objects_frozen():
         assert gc.get_freeze_count() > 1000

@@ -15,7 +15,7 @@ def test_performance_metrics_match_hand_computed_values():
     })  # fmt: skip
 
 
-def test_shares_of_groups_with_equal_and_mixed_rewards_exclude_groups_of_one_sample():
+def test_shares_of_equal_and_mixed_reward_groups_exclude_groups_of_one_sample():
     assert group_reward_metrics([[1], [0], [0]]) == {"groups/num": 3.0, "zero_std_groups": 0}
     metrics = group_reward_metrics([[1, 1], [0], [0]])
     assert metrics["groups/num"] == 3.0 and metrics["groups/pct_equal"] == 100.0 and metrics["groups/pct_mixed"] == 0.0
@@ -44,6 +44,6 @@ def test_group_reward_metrics_match_hand_computed_values():
 
 
 @pytest.mark.parametrize("value, best, worst", [(1.0, 100.0, 0.0), (0.0, 0.0, 100.0), (-1.0, 0.0, 100.0)])
-def test_groups_with_equal_positive_rewards_count_as_best_and_other_equal_ones_as_worst(value, best, worst):
+def test_groups_with_equal_rewards_count_as_best_if_positive_and_otherwise_as_worst(value, best, worst):
     metrics = group_reward_metrics([[value] * 2] * 2)
     assert (metrics["groups/pct_equal_best"], metrics["groups/pct_equal_worst"]) == (best, worst)

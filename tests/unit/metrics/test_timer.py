@@ -20,7 +20,7 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def test_timer_sums_the_durations_of_a_repeated_stage_even_if_one_raises(clock):
+def test_timer_sums_durations_of_a_repeated_stage_even_if_the_stage_raises(clock):
     timer = Timer()
     for seconds in (1.0, 2.0, 6.0):
         with timer("generation"):
@@ -31,7 +31,7 @@ def test_timer_sums_the_durations_of_a_repeated_stage_even_if_one_raises(clock):
     assert timer.sums() == {"generation": pytest.approx(9.0), "broken": 1.5}
 
 
-def test_timer_does_not_count_nested_stages_twice_in_the_time_of_a_step(clock):
+def test_timer_does_not_count_nested_stages_twice_in_the_step_time(clock):
     timer = Timer()
     with timer.step(7) as step_timer:
         assert step_timer is timer
@@ -56,7 +56,7 @@ def test_timer_does_not_count_nested_stages_twice_in_the_time_of_a_step(clock):
     assert timer.step_timing_metrics() == {"total_step_time": 0.0, "accounted_share": 1.0}
 
 
-def test_timeout_in_the_form_dd_hh_mm_ss_is_converted_to_seconds_and_other_forms_are_errors():
+def test_timeout_is_parsed_from_dd_hh_mm_ss_and_other_formats_are_errors():
     assert convert_to_seconds("00:03:45:00") == 13500
     assert convert_to_seconds("01:00:00:01") == 86401
     for bad in ("03:45:00", "a:b:c:d", "", "00:00:-1:00"):
@@ -64,7 +64,7 @@ def test_timeout_in_the_form_dd_hh_mm_ss_is_converted_to_seconds_and_other_forms
             convert_to_seconds(bad)
 
 
-def test_deadline_for_the_last_checkpoint_is_reported_exactly_once(clock):
+def test_checkpoint_deadline_is_reported_exactly_once(clock):
     checker = TimeoutChecker("00:00:01:00")
     clock.wait(59)
     assert not checker.check_save()
@@ -73,7 +73,7 @@ def test_deadline_for_the_last_checkpoint_is_reported_exactly_once(clock):
     assert not checker.check_save()
 
 
-def test_deadline_for_the_last_checkpoint_leaves_time_for_the_slowest_step(clock):
+def test_checkpoint_deadline_leaves_time_for_the_slowest_step(clock):
     checker = TimeoutChecker("00:00:01:00")
     checker.mark_iteration()
     for seconds in (5.0, 12.0, 5.0):

@@ -46,7 +46,7 @@ def loaded(folder, dtype, quantization=None):
 
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4 twice", "int8"])
-def test_weights_loaded_from_bitsandbytes_folders_equal_those_of_a_slow_decoder(tmp_path, kind):
+def test_weights_loaded_from_bitsandbytes_folders_match_a_reference_decoder(tmp_path, kind):
     made = quantised(tmp_path, kind)
     model = loaded(tmp_path, torch.float32)
     for name, view in named_views(model.specs, model.compute).items():
@@ -56,7 +56,7 @@ def test_weights_loaded_from_bitsandbytes_folders_equal_those_of_a_slow_decoder(
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4 twice"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nf4_base_loaded_from_a_bitsandbytes_folder_has_exactly_its_weights_but_v_proj_in_8_bits(tmp_path, kind, dtype):
+def test_nf4_base_keeps_bitsandbytes_nf4_weights_exactly_and_stores_v_proj_in_8_bits(tmp_path, kind, dtype):
     made = quantised(tmp_path, kind)
     model = loaded(tmp_path, dtype, "nf4")
     assert len(model.blocks) == 14

@@ -107,7 +107,7 @@ def test_policy_training_in_two_processes_is_bit_identical_to_one_process(one, t
     assert one.checkpoint_bytes(True) == two.checkpoint_bytes(True) and one.learning_rate == two.learning_rate
 
 
-def test_one_wrong_generation_logprob_makes_all_ranks_recompute_old_logprobs(one, two):
+def test_one_mismatched_generation_logprob_makes_all_ranks_recompute_old_logprobs(one, two):
     """Of the first global batch: every later sample is scored again, whichever rank has it."""
     logprobs = one.get_logprobs(batch())["logprobs"]
     for sample in (0, 8, 15):
@@ -134,7 +134,7 @@ SMALL_STATE = tuple(
 
 
 @pytest.mark.parametrize("overrides", [("policy.precision=bfloat16", *SMALL_STATE)], ids=["small state"])
-def test_checkpoint_with_a_small_optimizer_state_is_the_same_from_one_and_from_two_processes(one, two, tmp_path):
+def test_checkpoint_with_8_bit_optimizer_state_is_equal_from_one_and_two_processes(one, two, tmp_path):
     policies = {"one": one, "two": two}
     for name, policy in policies.items():
         for _ in range(2):
@@ -163,7 +163,7 @@ def test_frozen_routers_keep_their_weights_in_one_and_in_two_processes(one, two)
     [(*EXPERTS, "policy.megatron_cfg.moe_router_load_balancing_type=seq_aux_loss", "policy.megatron_cfg.moe_aux_loss_coeff=0.5")],
     ids=["balanced experts"],
 )  # fmt: skip
-def test_load_balancing_loss_of_experts_has_the_same_gradient_in_two_processes(one, two):
+def test_moe_load_balancing_loss_has_the_same_gradient_in_one_and_two_processes(one, two):
     results = [policy.train(batch(policy.get_logprobs(batch())["logprobs"]), NamedLoss({})) for policy in (one, two)]
     assert one.weight_digest() == two.weight_digest()
     losses = [sorted(result["all_mb_metrics"]["moe/load_balancing_loss"]) for result in results]
@@ -207,7 +207,7 @@ def test_non_finite_gradient_is_reported_with_its_sample_and_the_batch_is_saved(
 @pytest.mark.parametrize(
     "overrides", [(BESIDE,), (SHARDED,), (SHARDED, "policy.gradient_blocks=4")], ids=["beside", "one block", "in turns"]
 )
-def test_after_an_error_on_one_rank_all_ranks_can_train_even_if_one_had_no_backward_pass(one, two, overrides):
+def test_all_ranks_can_train_after_an_error_on_one_rank_even_if_the_other_had_no_backward_pass(one, two, overrides):
     """The failed rank has begun its sum; the other one has not."""
     data = batch()
     count, in_turns = two.config.gradient_blocks, two.config.shards_gradients

@@ -22,7 +22,7 @@ def read(tensors: dict[str, torch.Tensor], is_gpt_oss=True) -> dict[str, torch.T
     }
 
 
-def test_gpt_oss_expert_tensors_with_interleaved_columns_are_split_into_matrices():
+def test_interleaved_expert_tensors_of_gpt_oss_are_split_into_one_matrix_per_projection():
     """One expert, D = 1, I = 2: columns are gate 0, up 0, gate 1, up 1."""
     found = read({
         PREFIX + "gate_up_proj": torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]), PREFIX + "gate_up_proj_bias": torch.tensor([[5.0, 6.0, 7.0, 8.0]]),
@@ -34,7 +34,7 @@ def test_gpt_oss_expert_tensors_with_interleaved_columns_are_split_into_matrices
     }  # fmt: skip
 
 
-def test_expert_tensors_that_stack_gate_and_up_rows_are_split_into_matrices():
+def test_expert_tensors_with_stacked_gate_and_up_rows_are_split_into_one_matrix_per_projection():
     """Two experts, D = 1, I = 2: rows are gate 0, gate 1, up 0, up 1."""
     stacked = {
         PREFIX + "gate_up_proj": torch.arange(8.0).view(2, 4, 1),
@@ -46,7 +46,7 @@ def test_expert_tensors_that_stack_gate_and_up_rows_are_split_into_matrices():
     }  # fmt: skip
 
 
-def test_shapes_of_stacked_expert_tensors_are_split_without_reading_and_other_shapes_kept():
+def test_shapes_of_stacked_expert_tensors_are_split_without_reading_the_weights():
     entries = [
         (PREFIX + "gate_up_proj", TensorEntry("BF16", [1, 6, 8], 0, 96)),
         (PREFIX + "down_proj", TensorEntry("BF16", [8, 3], 96, 144)),
@@ -56,7 +56,7 @@ def test_shapes_of_stacked_expert_tensors_are_split_without_reading_and_other_sh
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_joining_split_expert_tensors_restores_the_fused_ones(dtype):
+def test_joining_split_expert_tensors_restores_the_fused_tensors(dtype):
     shapes = {
         "gate_up_proj": (3, 8, 10), "gate_up_proj_bias": (3, 10), "down_proj": (3, 5, 8), "down_proj_bias": (3, 8),
     }  # fmt: skip
@@ -83,13 +83,13 @@ def test_dequantised_mxfp4_experts_are_bit_identical_to_transformers(matrix, sca
     assert all(torch.equal(found[name].view(torch.int16), want[name].view(torch.int16)) for name in want)
 
 
-def test_shapes_of_mxfp4_expert_tensors_are_split_into_bfloat16_shapes_without_reading():
+def test_shapes_of_mxfp4_expert_tensors_become_bfloat16_shapes_without_reading_the_weights():
     blocks, scales = TensorEntry("U8", [2, 6, 1, 16], 0, 192), TensorEntry("U8", [2, 6, 1], 192, 204)
     entries = [(PREFIX + "gate_up_proj_blocks", blocks), (PREFIX + "gate_up_proj_scales", scales)]
     shapes = {name: (entry.dtype, entry.shape) for name, entry in split_experts(entries, True)}
     assert shapes == {f"{PREFIX}{e}.{half}_proj.weight": ("BF16", [3, 32]) for e in range(2) for half in ("gate", "up")}
 
 
-def test_mxfp4_expert_blocks_without_scales_are_reported_by_name():
+def test_mxfp4_expert_tensors_without_scales_are_reported_by_name():
     (name, _), *rest = split_experts([(PREFIX + "down_proj_blocks", TensorEntry("U8", [1, 4, 1, 16], 0, 64))], True)
     assert name == PREFIX + "down_proj_blocks without " + PREFIX + "down_proj_scales, or the reverse" and not rest

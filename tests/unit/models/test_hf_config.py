@@ -107,12 +107,12 @@ def changes(old, new):
         ({"rope_theta": None, "rope_parameters": {"rope_theta": 10000, "rope_type": "default"}}, []),
     ],
 )  # fmt: skip
-def test_differences_between_the_architectures_of_two_models_are_listed(changed, said):
+def test_architecture_differences_between_two_models_are_listed(changed, said):
     assert sorted(changes(TINY_CONFIG, TINY_CONFIG | changed)) == sorted(said)
     assert (architecture(TINY_CONFIG) == architecture(TINY_CONFIG | changed)) is not bool(said)
 
 
-def test_sliding_window_that_no_layer_uses_does_not_count_as_a_difference_of_architecture():
+def test_unused_sliding_window_is_not_an_architecture_difference():
     off = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 4}
     assert changes(QWEN, QWEN | off) == []
     assert changes(QWEN, QWEN | off | {"max_window_layers": 3}) != []
@@ -142,12 +142,12 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
         (TINY_CONFIG | {"rope_scaling": {"type": "linear", "factor": 1.5}}, [0, 0], 768),
     ],
 )  # fmt: skip
-def test_sliding_windows_and_maximum_length_are_read_from_the_model_config(config, windows, positions):
+def test_sliding_windows_and_maximum_length_match_the_model_config(config, windows, positions):
     form = canonical_config(config | {"head_dim": 16})
     assert [window for window, _ in native_config(form)["layers"]] == windows and max_positions(form) == positions
 
 
-def test_each_layer_uses_the_rope_table_of_its_kind_or_no_rope():
+def test_each_layer_uses_the_rope_table_of_its_attention_type_or_no_rope():
     tables = lambda config: [table for _, table in native_config(QWEN | {"hidden_size": 256} | config)["layers"]]  # noqa: E731
     assert tables({"model_type": "smollm3"}) == [0, 0, 0, None]
     assert tables({"model_type": "smollm3", "no_rope_layers": [0, 1, 1, 0]}) == [None, 0, 0, None]
@@ -170,7 +170,7 @@ def test_model_config_determines_which_layers_have_experts_and_their_tensor_shap
     assert canonical_config(config)["num_experts"] == 6 and "num_local_experts" not in canonical_config(config)
 
 
-def test_short_or_long_longrope_table_is_chosen_by_the_maximum_sequence_length():
+def test_maximum_sequence_length_selects_the_short_or_long_longrope_table():
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     config = QWEN | {"model_type": "phi3", "hidden_size": 256, "rope_scaling": scaling, "max_position_embeddings": 8192}
     short, factor = native_config(config, max_length=4096)["ropes"][0]
@@ -240,7 +240,7 @@ VALUES = [None, True, 0, -1, 1.5, float("nan"), float("inf"), 10**400, "", "x", 
                                  "no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar", "final_logit_softcapping", "residual_multiplier", "num_hidden_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
                                  "shared_expert_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "output_router_logits", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "rope_interleave",
                                  "mlp_layer_types"])  # fmt: skip
-def test_any_value_of_a_model_config_key_is_accepted_or_is_an_error_with_a_message(key):
+def test_arbitrary_model_config_values_are_accepted_or_give_an_error_with_a_message(key):
     base = QWEN | {"hidden_size": 256, "use_sliding_window": True, "rope_scaling": YARN}
     for value in VALUES:
         for arguments in (

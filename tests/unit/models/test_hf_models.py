@@ -69,7 +69,7 @@ def test_ten_training_steps_with_transformers_match_those_of_the_native_trainer(
     assert sum(float(m.norm()) for m in moved.values()) > 0.1
 
 
-def test_logprobs_with_top_k_and_top_p_of_transformers_match_the_native_trainer(llama):
+def test_transformers_backend_logprobs_with_top_k_and_top_p_match_the_native_trainer(llama):
     """top_k and top_p in training, a removed token, and the KL without filters."""
     generation = {"temperature": 0.7, "top_k": 9, "top_p": 0.8}
     native, ours = (
@@ -91,7 +91,7 @@ def test_logprobs_with_top_k_and_top_p_of_transformers_match_the_native_trainer(
 
 
 @pytest.mark.parametrize("model_type", ["llama", *FIVE, "gemma2"])
-def test_transformers_backend_gives_equal_gradients_for_packed_padded_and_single_samples(model_type):
+def test_transformers_backend_gives_equal_gradients_for_packed_padded_and_unbatched_samples(model_type):
     """The gradient of packed rows is that of padded ones and that of samples one by one; sliding windows too."""
     window = {"sliding_window": 3} if model_type == "gemma2" else {}
     gradients, logprobs, data = {}, {}, batch(1)
@@ -110,7 +110,7 @@ def test_transformers_backend_gives_equal_gradients_for_packed_padded_and_single
         assert relative(gradients["packed"], gradients[way]) <= 1e-5
 
 
-def test_transformers_backend_pads_samples_of_architectures_that_cannot_separate_packed_ones(capsys):
+def test_transformers_backend_pads_samples_of_architectures_that_do_not_support_packing(capsys):
     policy = hf_policy("bloom", sequence_packing={"enabled": True})
     assert not policy.trainer.packed and "does not keep the packed samples of a bloom apart" in capsys.readouterr().err
     data, alone = batch(2), hf_policy("bloom", sequence_packing={"enabled": False}, logprob_batch_size=1)
@@ -138,7 +138,7 @@ def test_activation_checkpointing_in_transformers_does_not_change_gradients():
     assert torch.equal(*gradients)
 
 
-def test_bfloat16_policy_in_transformers_has_float32_master_weights_and_gradients():
+def test_bfloat16_policy_of_the_transformers_backend_has_float32_master_weights_and_gradients():
     policy = hf_policy("gemma", precision="bfloat16")
     assert policy.model.compute.dtype == torch.bfloat16 and policy.model.masters.dtype == torch.float32
     exact = hf_policy("gemma")
@@ -208,7 +208,7 @@ def test_saved_critic_of_any_transformers_architecture_loads_again(model_type, t
     assert again.weight_digest() == value.weight_digest()
 
 
-def test_critic_checkpoint_of_the_native_core_loads_in_the_transformers_backend(llama, tmp_path):
+def test_critic_checkpoint_of_the_native_backend_loads_in_the_transformers_backend(llama, tmp_path):
     native = make(Value, ValueConfig, model_name=llama)
     native.train(batch(), VALUE_LOSS)
     native.save_checkpoint(tmp_path / "weights")
@@ -218,7 +218,7 @@ def test_critic_checkpoint_of_the_native_core_loads_in_the_transformers_backend(
     )
 
 
-def test_batch_with_nan_advantages_is_reported_and_saved(tmp_path):
+def test_transformers_backend_reports_and_saves_a_batch_with_nan_advantages(tmp_path):
     policy = hf_policy("gemma")
     policy.keep_bad_batches(tmp_path)
     before, data = policy.weight_digest(), batch()

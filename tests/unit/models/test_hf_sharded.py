@@ -131,7 +131,7 @@ def files_of(folder: Path):
     return {path.name: read.get(path.suffix, Path.read_bytes)(path) for path in folder.iterdir()}
 
 
-def test_critic_on_two_fsdp_ranks_trains_to_the_same_weights_as_in_one_process(cluster, tmp_path):
+def test_critic_trained_on_two_fsdp_ranks_has_the_weights_of_one_process(cluster, tmp_path):
     changes = {"train_micro_batch_size": 2, "logprob_batch_size": 2}
     one = hf_value("phi", **changes)
     two = make(DistributedValue, ValueConfig, "phi", cluster=cluster, backend="hf", **changes)
@@ -151,7 +151,7 @@ def test_critic_on_two_fsdp_ranks_trains_to_the_same_weights_as_in_one_process(c
     assert again.weight_digest() == two.weight_digest() and again.state_dict()["score.weight"].any()
 
 
-def test_texts_generated_by_fsdp_ranks_do_not_depend_on_their_number(cluster):
+def test_generated_responses_do_not_depend_on_the_number_of_fsdp_ranks(cluster):
     """Ranks have other prompts than one process, one of them more tokens to generate, and after training the weights are the new ones."""
     one, two = both(cluster, "gemma", generation={"max_new_tokens": 6})
     ids = batch(3)["input_ids"]

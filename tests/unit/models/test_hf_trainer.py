@@ -54,7 +54,7 @@ def reference(module, picked, scoring):
 @pytest.mark.parametrize(
     "scoring", [Scoring(), Scoring(0.7), Scoring(0.9, 0.8, 9)], ids=["plain", "temperature", "filtered"]
 )
-def test_key_logprob_chunk_size_does_not_change_logprobs_or_gradients(chunk, scoring):
+def test_logprob_chunk_size_does_not_change_logprobs_or_gradients(chunk, scoring):
     module, picked = Head(), rows()
     got = outputs_of(module, picked, scoring, unfiltered=True, chunk=chunk)
     expected, raw = reference(module, picked, scoring)
@@ -73,7 +73,7 @@ def test_key_logprob_chunk_size_does_not_change_logprobs_or_gradients(chunk, sco
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_save_only_the_logits_for_the_backward_pass(dtype):
+def test_logprob_computation_saves_only_the_logits_for_the_backward_pass(dtype):
     """Neither float32 copies of them, nor their softmax."""
     module, kept = Head(dtype), []
 

@@ -48,7 +48,7 @@ def test_newest_checkpoint_is_uploaded_to_a_private_hub_repository(run_folder):
     ]
 
 
-def test_adapter_without_weights_of_its_quantised_base_is_uploaded(run_folder):
+def test_lora_adapter_of_a_quantised_base_is_uploaded_without_base_weights(run_folder):
     weights = run_folder / "step_10" / "policy" / "weights"
     (weights / "adapter").mkdir()
     (weights / "model.safetensors").rename(weights / "adapter" / "adapter_model.safetensors")
@@ -57,14 +57,14 @@ def test_adapter_without_weights_of_its_quantised_base_is_uploaded(run_folder):
     assert client.calls[1][1]["allow_patterns"] == ["adapter/adapter_model.safetensors", "config.json"]
 
 
-def test_hub_repository_name_without_an_organisation_gets_the_name_of_the_user(run_folder):
+def test_hub_repository_name_without_an_organisation_is_prefixed_with_the_user_name(run_folder):
     client = Client()
     address = push_to_hub(run_folder / "step_2", "model", private=False, message="first", client=client)
     assert address == "https://huggingface.co/me/model" and client.calls[1][1]["repo_id"] == "me/model"
     assert client.calls[0][2]["private"] is False and client.calls[1][1]["commit_message"] == "first"
 
 
-def test_upload_that_the_hub_rejects_is_a_one_line_error(run_folder):
+def test_upload_rejected_by_the_hub_is_a_one_line_error(run_folder):
     with pytest.raises(UploadError, match="^the upload to org/model failed: .*RuntimeError: .*log in with") as caught:
         push_to_hub(run_folder, "org/model", client=Client(401))
     assert "\n" not in str(caught.value)

@@ -109,7 +109,7 @@ def lora_of(folder, **keys) -> Lora:
     return Lora.of(config, folder, "policy")
 
 
-def test_lora_on_all_linear_layers_of_a_mixture_trains_them_and_freezes_routers_and_experts():
+def test_lora_on_all_linear_layers_of_a_moe_model_freezes_routers_and_experts():
     folder = tiny_random(SIZES | SHARED)
     lora = lora_of(folder)
     model = adapted(lora, folder)
@@ -149,7 +149,7 @@ def adapted(lora, folder, seed=3, weights=None, model_seed=0):
     [("./base", "{0}/base"), ("base", "{0}/base"), ("~/base", "{0}/base"), ("{0}/base/../base", "{0}/base"), ("Org/base", "Org/base"),
      ("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"), ("tiny-random", None)],
 )  # fmt: skip
-def test_saved_lora_adapter_names_its_base_model_so_that_peft_finds_it(tmp_path, monkeypatch, name, base):
+def test_saved_lora_adapter_config_names_the_base_model_for_peft(tmp_path, monkeypatch, name, base):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base").mkdir()
@@ -191,7 +191,7 @@ def test_each_tensor_parallel_rank_has_its_slice_of_the_lora_adapter():
             assert (spec.split == 1 and spec.begin == rank * spec.shape[1]) if is_split else spec.shape == spec.whole
 
 
-def test_saved_lora_adapter_is_restored_exactly_and_is_an_error_with_different_settings(tmp_path):
+def test_saved_lora_adapter_is_restored_exactly_and_rejected_with_different_settings(tmp_path):
     folder = tiny_random(SIZES)
     lora = lora_of(folder)
     model = adapted(lora, folder)
@@ -221,7 +221,7 @@ def test_saved_lora_adapter_is_restored_exactly_and_is_an_error_with_different_s
 
 
 @pytest.mark.parametrize("targets", [["*proj*"], ["in_proj_z", "in_proj_b"]])
-def test_adapters_of_a_fused_projections_parts_are_saved_as_one_and_restored_exactly(targets, tmp_path):
+def test_lora_adapters_of_fused_projection_parts_are_saved_as_one_adapter_and_restored_exactly(targets, tmp_path):
     folder = tiny_random(SIZES | LAYERS["qwen3_next"] | {"model_type": "qwen3_next"})
     lora = lora_of(folder, match_all_linear=False, target_modules=targets)
     model = adapted(lora, folder)
@@ -248,12 +248,12 @@ def test_adapters_of_a_fused_projections_parts_are_saved_as_one_and_restored_exa
      (["*.layers.1.linear_attn.out_proj", "q_proj"], ["model.layers.0.self_attn.q_proj", "model.layers.1.linear_attn.out_proj"])],
     ids=["all", "some", "of one layer"],
 )  # fmt: skip
-def test_peft_config_has_short_matrix_names_if_every_layer_is_adapted_else_full_names(targets, names):
+def test_peft_config_has_short_matrix_names_only_if_every_layer_is_adapted(targets, names):
     lora = lora_of(tiny_random(SIZES | RECURRENT), match_all_linear=not targets, target_modules=targets)
     assert lora.peft_config()["target_modules"] == names
 
 
-def test_lora_target_that_matches_no_matrix_is_rejected():
+def test_lora_target_that_matches_no_matrix_is_an_error():
     with pytest.raises(ValueError, match="lora_cfg.target_modules is .*layers.3.* which no matrix of tiny-random with its 3 layers"):  # fmt: skip
         lora_of(tiny_random(SIZES), match_all_linear=False, target_modules=["*.layers.3.*"])
 
@@ -274,7 +274,7 @@ def test_removing_a_lora_adapter_deletes_only_files_that_this_package_wrote(tmp_
 
 
 @pytest.mark.parametrize("query_rank", [None, 24])
-def test_computed_sizes_of_latent_attention_equal_those_of_its_matrices(query_rank, tmp_path):
+def test_computed_parameter_counts_of_latent_attention_equal_those_of_its_matrices(query_rank, tmp_path):
     config = {
         "model_type": "deepseek_v3", "vocab_size": 61, "hidden_size": 40, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 4, "q_lora_rank": query_rank, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20,

@@ -36,7 +36,7 @@ def policy(**keys) -> PolicyConfig:
      ({}, MAMBA, ["0.mixer.in_proj", "1.mixer.qkv_proj", "1.mixer.o_proj", "2.mixer.up_proj", "2.mixer.down_proj"])],
     ids=["all", "some", "phi3", "dense layer of a mixture", "shared experts", "mamba"],
 )  # fmt: skip
-def test_megatrons_names_select_one_adapter_for_q_k_and_v_and_one_for_gate_and_up(keys, more, expected):
+def test_megatron_lora_targets_select_one_adapter_per_fused_projection(keys, more, expected):
     folder, config = tiny_random(SIZES | more), policy(**keys)
     modules = adapted_modules(config.lora, LayerKinds.of_native(folder.native(), joined=True))
     assert [module.removeprefix("model.layers.") for module in modules] == expected
@@ -46,7 +46,7 @@ def test_megatrons_names_select_one_adapter_for_q_k_and_v_and_one_for_gate_and_u
 
 
 @pytest.mark.parametrize("more", [{}, MAMBA], ids=["llama", "mamba"])
-def test_saved_adapter_repeats_the_common_a_and_is_restored_exactly(tmp_path, more):
+def test_megatron_lora_adapter_is_saved_with_a_repeated_for_each_projection_and_restored_exactly(tmp_path, more):
     folder = tiny_random(SIZES | more)
     lora = Lora.of(policy(), folder, "policy")
 
@@ -79,7 +79,7 @@ def test_saved_adapter_repeats_the_common_a_and_is_restored_exactly(tmp_path, mo
     [(LATENT, {}, 1, "latent attention"), (RECURRENT, {}, 1, "gated delta nets"),
      (SHARED, {"target_modules": ["linear_fc1"]}, 1, "experts, which target_modules may match"), ({}, {}, 2, "tensor-parallel ranks")],
 )  # fmt: skip
-def test_megatrons_adapters_that_ours_cannot_equal_are_an_error(more, keys, slices, reason):
+def test_unsupported_megatron_lora_settings_are_an_error(more, keys, slices, reason):
     with pytest.raises(ModelFolderError, match=f"megatron_cfg.peft.enabled is true, .* for {reason} .*dtensor_cfg"):
         tiny_random(SIZES | more).check_mixers(policy(**keys), "policy", slices)
     tiny_random(SIZES).check_mixers(policy(), "policy", 1)

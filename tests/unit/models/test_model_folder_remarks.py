@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_loading_a_model_folder_twice_warns_once(folder, capsys):
+def test_loading_a_model_folder_twice_gives_its_warnings_only_once(folder, capsys):
     open_model_folder(str(folder))
     said = capsys.readouterr().err
     assert said.count("warning: ") == 1 and "model.safetensors counts" in said
@@ -56,13 +56,13 @@ def serve(path):
     [nemo_rl_cpp.load, nemo_rl_cpp.TextGenerator, serve, open_model_folder, lambda path: open_frozen(path, "float32", device="cpu"), train],
     ids=["load", "generate", "serve", "open", "hf", "train"],
 )  # fmt: skip
-def test_model_folder_with_an_adapter_file_is_an_error_for_every_function_that_loads_it(folder, file, read):
+def test_model_folder_that_contains_a_lora_adapter_file_is_an_error_in_every_loading_function(folder, file, read):
     (folder / file).write_text("{}")
     with pytest.raises(ValueError, match=rf"holds {file}, an adapter, .* or remove {file} to use the model without it"):
         read(str(folder))
 
 
-def test_model_folder_with_an_adapter_subfolder_loads_without_the_adapter(folder):
+def test_model_folder_with_a_lora_adapter_subfolder_loads_without_the_adapter(folder):
     (folder / "adapter").mkdir()
     (folder / "adapter" / "adapter_config.json").write_text("{}")
     open_model_folder(str(folder)).check_weights()

@@ -50,14 +50,14 @@ def scored_by(score):
     return batch.teacher_logprobs
 
 
-def test_distillation_teacher_in_transformers_gives_the_logprobs_of_the_native_teacher(folder, native):
+def test_transformers_distillation_teacher_gives_the_logprobs_of_the_native_teacher(folder, native):
     expected = native.get_teacher_logprobs(batch_of(), str(folder))["teacher_logprobs"]
     ours = scored_by(HfTeacher(str(folder), "float32", 1.0, "cpu").score)
     assert expected.abs().sum() > 0
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
 
 
-def test_distillation_teacher_behind_this_packages_server_gives_the_native_teachers_logprobs(folder, native):
+def test_served_distillation_teacher_gives_the_logprobs_of_the_native_teacher(folder, native):
     expected = native.get_teacher_logprobs(batch_of(), str(folder))["teacher_logprobs"]
     with serving(folder, sizes=EngineSizes(max_model_len=32, kv_cache_gb=0.01)) as server:
         ours = scored_by(ServerTeacher(f"{server.url}/v1", "tiny").score)
@@ -66,7 +66,7 @@ def test_distillation_teacher_behind_this_packages_server_gives_the_native_teach
     assert torch.equal(ours, expected)
 
 
-def test_distillation_teacher_server_without_prompt_logprobs_is_an_error_that_names_it():
+def test_error_for_a_teacher_server_without_prompt_logprobs_names_the_server():
     class Silent(BaseHTTPRequestHandler):
         def do_POST(self):  # noqa: N802
             self.rfile.read(int(self.headers["content-length"]))

@@ -52,7 +52,7 @@ def test_router_weights_do_not_change_if_freeze_moe_router_is_set(backend, freez
     assert len(routers) == 2 and kept == (routers if freezes else [])
 
 
-def test_loss_written_in_python_trains_the_same_weights_as_the_native_loss():
+def test_python_loss_trains_the_same_weights_as_the_native_loss():
     native, python = make_policy(), make_policy()
     for step in range(3):
         data = make_data(native, step)
@@ -64,7 +64,7 @@ def test_loss_written_in_python_trains_the_same_weights_as_the_native_loss():
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("gbs", [12, 4])
-def test_reused_and_recomputed_old_logprobs_give_identical_weights(precision, gbs):
+def test_reused_and_recomputed_old_logprobs_train_identical_weights(precision, gbs):
     reused, recomputed = make_policy(precision), make_policy(precision, reuse_generation_logprobs="never")
     assert reused.skips_prev_logprobs and not recomputed.skips_prev_logprobs
     for step in range(3):
@@ -76,7 +76,7 @@ def test_reused_and_recomputed_old_logprobs_give_identical_weights(precision, gb
         assert reused.weight_digest() == recomputed.weight_digest()
 
 
-def test_wrong_generation_logprobs_are_counted_and_old_logprobs_are_recomputed():
+def test_mismatched_generation_logprobs_are_counted_and_old_logprobs_are_recomputed():
     wrong, right = make_policy(), make_policy(reuse_generation_logprobs="never")
     data = make_data(wrong)
     prev = wrong.get_logprobs(data)["logprobs"]
@@ -90,7 +90,7 @@ def test_wrong_generation_logprobs_are_counted_and_old_logprobs_are_recomputed()
     assert wrong.weight_digest() == right.weight_digest()
 
 
-def test_activations_of_generation_are_kept_after_a_step_with_equal_logprobs():
+def test_generation_activations_are_reused_only_after_a_step_with_equal_logprobs():
     """Not before the first step has compared them, not where they differ, and not where memory is to be saved."""
     policy = make_policy(kept_activations_gb=0.001)
     assert policy.model.max_kept_bytes == 0
@@ -115,7 +115,7 @@ def test_activations_of_generation_are_kept_after_a_step_with_equal_logprobs():
     assert policy.model.max_kept_bytes > 1e6  # a quarter of what is free
 
 
-def test_activations_of_generation_are_kept_if_they_fit_a_quarter_of_free_memory(monkeypatch):
+def test_generation_activations_are_kept_only_if_they_fit_in_a_quarter_of_free_memory(monkeypatch):
     policy = make_policy()
     data = make_data(policy)
     groups = [
@@ -143,7 +143,7 @@ def rollouts(policy, seed):
 
 
 @pytest.mark.parametrize("period", [0, 1, 3])
-def test_kept_activations_are_checked_by_a_full_forward_pass_every_check_period_steps(period):
+def test_reused_generation_activations_are_verified_by_a_periodic_full_forward_pass(period):
     policy, same = (make_policy("bfloat16", kept_activations_check_period=p) for p in (period, 20))
     compared = []
     for step in range(8):
@@ -156,7 +156,7 @@ def test_kept_activations_are_checked_by_a_full_forward_pass_every_check_period_
     assert policy.weight_digest() == same.weight_digest()
 
 
-def test_bit_flip_in_a_layer_is_detected_by_the_full_forward_pass_that_checks_kept_activations():
+def test_bit_flip_in_a_weight_is_detected_by_the_periodic_full_forward_pass():
     """From kept activations both have the same head on the same hidden states, whatever made those."""
     policy = make_policy("bfloat16", kept_activations_check_period=2)
     mismatched = []
@@ -170,7 +170,7 @@ def test_bit_flip_in_a_layer_is_detected_by_the_full_forward_pass_that_checks_ke
 
 @pytest.mark.parametrize("gbs", [12, 4])
 @pytest.mark.parametrize("error", [0.0, 0.25])
-def test_second_pass_over_a_batch_uses_the_old_logprobs_from_before_the_first_update(gbs, error):
+def test_second_epoch_over_a_batch_uses_old_logprobs_from_before_the_first_update(gbs, error):
     """Also where generation is not exact: those of the weights before the first update, without a pass of their own."""
     first, right = make_policy(), make_policy(reuse_generation_logprobs="never")
     data = make_data(first)
@@ -215,7 +215,7 @@ def test_training_metrics_do_not_depend_on_the_micro_batch_size():
             assert got[name] == pytest.approx(value, rel=2e-5, abs=2e-6), name
 
 
-def test_error_for_a_nan_advantage_comes_before_the_update_and_names_sample_and_token(tmp_path):
+def test_nan_advantage_is_an_error_before_the_update_that_names_sample_and_token(tmp_path):
     policy = make_policy()
     policy.replay_dir = tmp_path
     data = make_data(policy)
@@ -274,7 +274,7 @@ def masters_of(policy):
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["masters, then remainders", "remainders, then masters"])
-def test_checkpoint_is_read_in_either_form_of_the_master_weights(first, tmp_path):
+def test_checkpoint_loads_with_and_without_master_weights_stored_as_remainders(first, tmp_path):
     def policy_with(remainders, **paths):
         kwargs = SHORT_MOMENTS["kwargs"] | {"store_param_remainders": remainders}
         return make_policy("bfloat16", optimizer={"name": "torch.optim.AdamW", "kwargs": kwargs}, **paths)
@@ -330,7 +330,7 @@ def test_policy_accepts_its_configuration_section_as_a_dictionary():
         Policy(None, section | {"train_global_batch": 1}, tiny_tokenizer())
 
 
-def test_ranks_exchange_only_the_entropies_when_entropies_are_computed(monkeypatch):
+def test_entropy_computation_exchanges_only_entropies_between_ranks(monkeypatch):
     policy, exchanged = make_policy(), []
     data = make_data(policy)
 

@@ -57,7 +57,7 @@ def dequantised(sizes, kind, dtype):
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", MODELS.values(), ids=MODELS)
-def test_logits_of_a_quantised_model_are_bit_identical_to_those_of_its_dequantised_copy(sizes, dtype, kind):
+def test_logits_of_quantised_and_dequantised_models_are_bit_identical(sizes, dtype, kind):
     quantised, plain = dequantised(sizes, kind, dtype)
     for count in (1, 3, 20):
         ids = torch.arange(count) * 7 % 40
@@ -87,7 +87,7 @@ def test_small_gate_matrices_of_a_gated_delta_net_are_not_quantised():
     assert mixer == ["in_proj_qkv", "in_proj_z", "out_proj"] and len(names) == 2 * 6 + 7 + 2
 
 
-def test_mamba_layers_have_quantised_projections_and_all_else_in_the_runs_precision():
+def test_only_the_projections_of_mamba_layers_are_quantised():
     names = [spec.name for spec in model_of(MAMBA, "q4_0", torch.bfloat16).blocks]
     assert names[1:3] == [f"model.layers.0.mamba.{name}.weight" for name in ("in_proj", "out_proj")]
     assert len(names) == 2 + 4 + 2 + 2  # Mamba, attention, MLP; embedding and LM head
@@ -95,7 +95,7 @@ def test_mamba_layers_have_quantised_projections_and_all_else_in_the_runs_precis
 
 @pytest.mark.parametrize("sizes", [{}, {**RECURRENT, "hidden_size": 256}, {**BOTH, "hidden_size": 256, "moe_intermediate_size": 256}, {**MAMBA, "hidden_size": 256, "intermediate_size": 1024}, {**MAMBA_EXPERTS, "hidden_size": 256, "intermediate_size": 1024}])  # fmt: skip
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
-def test_memory_estimate_of_a_quantised_base_counts_its_blocks_once_and_no_merged_weights(kind, sizes):
+def test_memory_estimate_of_a_quantised_base_equals_the_size_of_the_stored_weights(kind, sizes):
     config = load_grpo_config(
         "grpo_tiny.yaml", [f"policy.quantization={kind}", "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.precision=bfloat16",
                            *(f"++policy.hf_config_overrides.{key}={value}" for key, value in sizes.items())]
@@ -108,7 +108,7 @@ def test_memory_estimate_of_a_quantised_base_counts_its_blocks_once_and_no_merge
     assert parts["policy weights"] == pytest.approx(stored, rel=0.02) and "policy frozen weights" not in parts
 
 
-def test_weights_are_quantised_from_the_files_dtype_and_not_from_the_rounded_compute_dtype(tmp_path):
+def test_weights_are_quantised_from_the_dtype_in_the_file_and_not_from_the_compute_dtype(tmp_path):
     plain = model_of(SIZES, None, torch.float32)
     save_weights(plain, tmp_path, tiny_random(SIZES).config)
     folder = replace(read_model_folder(tmp_path), quantization="q4_0")
@@ -120,14 +120,14 @@ def test_weights_are_quantised_from_the_files_dtype_and_not_from_the_rounded_com
         assert torch.equal(blocks_in(loaded, spec), blocks_of(views[spec.name].clone(), kind_in(loaded, spec)))
 
 
-def test_weight_digest_changes_if_one_quantised_block_changes():
+def test_weight_digest_changes_if_a_quantised_weight_block_changes():
     one, other = (model_of(SIZES, "q8_0", torch.float32) for _ in range(2))
     assert one.digest() == other.digest()
     other.blocks_of(other.blocks[-1])[0, 7] += 1
     assert one.digest() != other.digest()
 
 
-def test_quantising_matrices_or_dtypes_that_do_not_fit_the_format_is_an_error():
+def test_quantising_unsupported_matrix_shapes_or_dtypes_is_an_error():
     with pytest.raises(ModelFolderError, match="policy.quantization is q4_0, .* has intermediate_size 80, .*=null"):
         replace(tiny_random({**SIZES, "intermediate_size": 80}), quantization="q4_0").check_quantization(
             "policy.quantization"

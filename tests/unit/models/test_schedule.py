@@ -28,7 +28,7 @@ def torch_rates(schedule, steps):
 
 
 @pytest.mark.parametrize("schedule", [WARMUP, COSINE, None])
-def test_learning_rates_of_torch_schedules_equal_torchs_before_and_after_a_resume(schedule):
+def test_configured_torch_schedules_give_the_learning_rates_of_torch_even_after_a_resume(schedule):
     expected = [1e-3] * 12 if schedule is None else torch_rates(schedule, 12)
     ours = TorchLearningRate(1e-3, 0.01, schedule)
     rates = []
@@ -65,7 +65,7 @@ def test_megatron_learning_rate_schedule_warms_up_and_decays(style, at_six, at_t
     assert decays[5] == pytest.approx(0.1) and decays[12] == pytest.approx(0.2)
 
 
-def test_decay_of_learning_rate_and_weight_decay_spans_the_run_if_no_length_is_set():
+def test_learning_rate_and_weight_decay_schedules_span_the_run_by_default():
     ours, whole = (
         MegatronLearningRate(megatron("linear"), 20),
         MegatronLearningRate(megatron("linear", lr_decay_iters=None), 20),

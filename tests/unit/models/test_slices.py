@@ -92,7 +92,7 @@ def refused(model, count, **overrides):
     return str(caught.value)
 
 
-def test_tensor_parallelism_for_a_model_that_cannot_be_split_is_an_error_with_the_reason():
+def test_tensor_parallelism_for_an_indivisible_model_is_an_error_that_states_the_reason():
     key = "policy.dtensor_cfg.tensor_parallel_size is"
     assert refused("llama_gqa", 4).startswith(
         f"{key} 4, but the model has 2 key/value heads (num_key_value_heads), which 4 processes"

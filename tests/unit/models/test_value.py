@@ -50,7 +50,7 @@ def test_critic_value_of_a_token_depends_only_on_earlier_tokens():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_critic_values_do_not_depend_on_batch_packing_or_shared_prompts(precision):
+def test_critic_values_do_not_depend_on_batch_size_packing_or_shared_prompts(precision):
     value = with_a_head(make_value(precision))
     data = make_data(value)
     for size in (1, 5):
@@ -64,7 +64,7 @@ def test_critic_values_do_not_depend_on_batch_packing_or_shared_prompts(precisio
         assert torch.equal(alone[0], data["values"][row, :length])
 
 
-def test_critic_gradients_do_not_depend_on_micro_batches_or_packing():
+def test_critic_gradients_do_not_depend_on_micro_batch_size_or_sequence_packing():
     gradients = {}
     for name, changes in {
         "whole": {}, "ones": dict(train_micro_batch_size=1), "fives": dict(train_micro_batch_size=5),
@@ -81,7 +81,7 @@ def test_critic_gradients_do_not_depend_on_micro_batches_or_packing():
         assert (grads - reference).norm() <= 1e-6 * reference.norm(), name
 
 
-def test_critic_gradient_is_the_sum_of_two_ranks_gradients():
+def test_critic_gradient_equals_the_sum_of_the_gradients_of_two_ranks():
     def gradient(**shared):
         value = with_a_head(Value(None, make_value().config.model_copy(update={"precision": "float64"}), None, seed=1))
         batch = RaggedBatch.of(data | {"values": data["values"] + 0.15})  # both branches of the clip
@@ -123,7 +123,7 @@ def test_critic_gradients_match_finite_differences():
         )
 
 
-def test_critic_values_approach_the_returns_in_training():
+def test_critic_values_approach_the_returns_during_training():
     value = make_value()
     data = make_data(value)
     data["returns"] = data["input_ids"].roll(1, 1).float() / 14  # known from the token before
@@ -132,7 +132,7 @@ def test_critic_values_approach_the_returns_in_training():
     assert losses[-1] < 0.05 * losses[0]
 
 
-def test_critic_takes_an_optimizer_step_per_global_batch_and_a_schedule_step_per_train_call():
+def test_critic_performs_one_optimizer_step_per_global_batch_and_one_schedule_step_per_call():
     stages = [{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 5}}]
     value = make_value(scheduler=stages)
     result = value.train(make_data(value), LOSS, gbs=4)
@@ -143,7 +143,7 @@ def test_critic_takes_an_optimizer_step_per_global_batch_and_a_schedule_step_per
         value.train(make_data(value), LOSS, gbs=5)
 
 
-def test_value_loss_written_in_python_has_the_same_gradient_as_the_native_loss():
+def test_python_value_loss_has_the_same_gradient_as_the_native_value_loss():
     def squares(values, data, global_valid_seqs, global_valid_toks):
         mask = data["token_mask"] * data["sample_mask"][:, None]
         loss = 0.5 * ((values - data["returns"]) ** 2 * mask).sum() / (global_valid_toks + 1e-8)
@@ -156,7 +156,7 @@ def test_value_loss_written_in_python_has_the_same_gradient_as_the_native_loss()
     torch.testing.assert_close(python.trainer.grads, native.trainer.grads, rtol=1e-4, atol=1e-7)
 
 
-def test_error_for_an_infinite_return_comes_before_the_update_and_names_sample_and_token(tmp_path):
+def test_infinite_return_is_an_error_before_the_update_that_names_sample_and_token(tmp_path):
     value = make_value()
     value.replay_dir = tmp_path
     data = make_data(value)

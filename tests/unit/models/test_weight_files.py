@@ -16,7 +16,7 @@ def tensors():
     } | {"empty": torch.zeros(0, 4)}
 
 
-def test_tensors_read_from_safetensors_files_equal_the_saved_ones(tmp_path):
+def test_tensors_read_from_safetensors_files_equal_the_saved_tensors(tmp_path):
     saved = tensors()
     save_file(saved, tmp_path / "model.safetensors", metadata={"format": "pt"})
     seen = {}

@@ -314,9 +314,10 @@ def truncation(h: MetricHistory) -> Found:
         return "info", title, advice
     if (h.recent("train/reward_of_truncated") or 0) > 0:
         level = "warn"  # truncated responses earn rewards, so their endings may not matter
+    loop = _loop(h)
     advice = (
         "Raise policy.generation.max_new_tokens, add stop strings, or shape the reward "
-        "(grpo.reward_shaping, grpo.overlong_filtering)."
+        f"({loop}.reward_shaping, {loop}.overlong_filtering)."
     )
     return level, f"{percent(rate)} of responses were cut off at the length limit", advice
 

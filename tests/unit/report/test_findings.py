@@ -197,3 +197,12 @@ def test_two_serious_warnings_are_printed_in_two_rows_of_the_final_table():
     rows = alerts.table()
     assert list(rows) == ["serious", "serious 2"]
     assert sum("data.max_input_seq_length = 9" in text for text in rows.values()) == 1
+
+
+@pytest.mark.parametrize(
+    "section, key",
+    [("ppo", "num_prompts_per_step"), ("grpo", "num_prompts_per_step"), ("distillation", "max_num_steps")],
+)
+def test_advice_on_truncated_responses_names_keys_of_the_runs_own_section(section, key):
+    history = MetricHistory([{"step": 1, "train/truncation_rate": 0.5}], {section: {key: 4}})
+    assert f"({section}.reward_shaping, {section}.overlong_filtering)" in findings.truncation(history).advice

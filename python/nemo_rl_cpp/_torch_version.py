@@ -1,4 +1,4 @@
-"""Check torch's version without importing it, because the native core crashes with any but its own."""
+"""Check torch's version, without importing torch. The native core crashes with any but the one it was built for."""
 
 import importlib.util
 from importlib import resources

@@ -96,7 +96,7 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
         self.close(wait=not isinstance(error, KeyboardInterrupt))
 
     def refresh(self, timer: Timer) -> dict[str, float | str | None]:
-        """Copy the current weights to the engine, prepare it for generation, and return the metrics of the copying."""
+        """Copy the current weights to the engine, prepare it for generation, and return the refit's metrics."""
         with timer("prepare_for_generation/total"):
             metrics = self.refit.sync_weights(timer=timer)
             self.generation.prepare_for_generation()

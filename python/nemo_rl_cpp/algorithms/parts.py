@@ -138,8 +138,7 @@ def make_cluster(config: TrainMasterConfig) -> Cluster:
 
 
 def make_engine_cluster(config: TrainMasterConfig) -> Cluster | None:
-    """Return the cluster of workers that only generate (`policy.generation.colocated.resources`), or None if there are
-    none."""
+    """Return the cluster of workers that only generate (`policy.generation.colocated.resources`), None without any."""
     count = engines_of(config)
     if count == 0:
         return None

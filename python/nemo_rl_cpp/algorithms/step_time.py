@@ -94,7 +94,7 @@ class Costs:
 
     @classmethod
     def of(cls, native: Native) -> Costs:
-        """Return the costs of a model that is not quantised."""
+        """Return the costs of the model that `native` describes, without quantisation."""
         experts, recurrent = native.get("experts"), native.get("recurrent", {}).get("layers", ())
         share = experts["chosen"] / experts["count"] if experts else 1.0
         tables = ("model.embed_tokens.weight", "lm_head.weight")
@@ -225,8 +225,7 @@ class _Sample:
         return _shortest(generate, lambda _: ends[0]) / (_STEPS * costs.forward(rows, keys, rows))
 
     def training(self) -> tuple[float, float, float]:
-        """Return the measured seconds per operation of scoring and of training, and the seconds of an optimizer
-        step."""
+        """Return the measured seconds per operation of scoring and of training, and those of an optimizer step."""
         batch, shape = self._batch()
         trained = _shortest(lambda: self.model.train_part(batch, self.loss, gbs=batch.size))
         updated = _shortest(lambda: self.model._step(batch, 0.0, 0.0))

@@ -200,7 +200,7 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
 
 
 def _check_balance(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
-    """Yield an error for each key of a method of balancing experts that the native backend does not support."""
+    """Yield an error for each key that requests a method of balancing experts which the native backend lacks."""
     sizes = model_sizes(model.model_name, model.hf_config_overrides)
     if model.backend == "native" and sizes is not None and sizes.experts > 1:
         wanted = balance_wanted(model, "sigmoid" if sizes.has_router_biases else "softmax")

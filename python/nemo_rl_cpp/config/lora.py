@@ -155,7 +155,8 @@ class LayerKinds:
 
     @classmethod
     def of(cls, sizes: ModelSizes, joined: bool = False) -> Self:
-        """Return the `LayerKinds` of a model with the sizes `sizes`. `joined`: Adapters.joins."""
+        """Return the `LayerKinds` of a model with the sizes `sizes`. `joined`: q, k, v share an adapter, as do gate,
+        up."""
         latent = sizes.kv_lora_rank > 0, sizes.q_lora_rank > 0
         shared = "shared_experts" if sizes.has_router_biases else "shared_expert"
         mlps = sizes.expert_layers, shared if sizes.shared_expert_size else "", sizes.mlp_layers or None
@@ -164,8 +165,8 @@ class LayerKinds:
 
     @classmethod
     def of_native(cls, native: Mapping[str, Any], joined: bool = False) -> Self:
-        """Return the `LayerKinds` of a native model, from `native`, the result of `ModelFolder.native`. `joined`:
-        Adapters.joins."""
+        """Return the `LayerKinds` of a native model, from `native`, the result of `ModelFolder.native`. `joined`: see
+        `of`."""
         recurrent = native.get("recurrent", {}).get("layers", ())
         latent = native.get("latent", {"query_rank": 0})
         is_latent = "latent" in native, latent["query_rank"] > 0

@@ -32,7 +32,7 @@ Beta = Annotated[Real, Field(ge=0, lt=1)]
 
 
 class AdamWConfig(Section):
-    """The base class of the sections of AdamW, with the keys that torch's and Megatron's share."""
+    """The base class of torch's and Megatron's sections of AdamW, with the keys that both have."""
 
     lr: NonNegative = key(5e-6, "Learning rate.")
     weight_decay: NonNegative = key(0.01, "Decoupled weight decay.")

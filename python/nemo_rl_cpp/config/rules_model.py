@@ -335,8 +335,8 @@ def balance_wanted(model: TrainedModelConfig, router: str | None = None) -> Iter
 
 
 def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
-    """Report heads for multi-token prediction that are not detached, because their loss, which would change the policy,
-    is not computed. Also report settings that backend hf does not support. `name` is the section's name."""
+    """Report multi-token-prediction heads whose loss would change the policy (not detached), because that loss is not
+    computed. Also report settings that backend hf does not support. `name` is the section's name."""
     megatron = model.megatron_cfg
     if megatron.enabled and megatron.mtp_num_layers and not megatron.mtp_detach_heads:
         text = f"is {megatron.mtp_num_layers} with mtp_detach_heads false, so the loss of these heads would change the policy"

@@ -97,7 +97,7 @@ class TrackerLogger(LoggerInterface):
         self.send(self.summary(name, to_plain(histogram)), step)
 
     def summary(self, name: str, values: Sequence[object]) -> dict[str, float]:
-        """Return {name in the tracker: number} of mean, p50, p90 and max of the numbers in `values`; else {}."""
+        """Return {name in the tracker: number} of mean, p50, p90 and max of the numbers in `values`; {} without any."""
         numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
         if not numbers:
             return {}

@@ -250,8 +250,8 @@ class Lora:
         }
 
     def load(self, weights: Path, model: C.DecoderModel) -> None:
-        """Load an adapter that `save` wrote. Raise ValueError if it is missing, or its settings or base model
-        differ."""
+        """Load an adapter that `save` wrote. Raise ValueError if it is missing or has other settings or another
+        base."""
         folder = weights / ADAPTER
         if not (folder / WEIGHTS_FILE).is_file():
             raise ValueError(

@@ -90,7 +90,7 @@ def of_kind(form: Mapping[str, Plain], kind: str) -> dict[str, Plain]:
 
 def _settle_positions(form: dict[str, Plain], scaling: dict[str, Plain], positions: Plain) -> None:
     """Move `original_max_position_embeddings` from `form` into the RoPE section `scaling`, where `positions` is its
-    default. Derive a yarn factor that is null from it, as transformers does."""
+    default. If yarn's factor is null, derive it from both, as transformers does."""
     original = _first(form.pop(_ORIGINAL, None), scaling.get(_ORIGINAL), positions)
     scaling[_ORIGINAL] = original
     lacks_factor = scaling["rope_type"] == "yarn" and scaling.get("factor", 0) is None

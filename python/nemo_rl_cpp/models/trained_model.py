@@ -139,7 +139,7 @@ class TrainedModel:
         return Slices.of(self.folder.native(), self.ranks)
 
     def _trainer_of(self, model: C.DecoderModel) -> C.Trainer:
-        """Return a trainer for the model. That of a frozen model does not communicate with other ranks."""
+        """Return a trainer for the model; if the model is frozen, one that does not communicate with other ranks."""
         if model is not self.model:
             return C.Trainer(model)
         sums = self.sums

@@ -150,8 +150,8 @@ def _header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _contents(file: Path) -> tuple[dict[str, TensorEntry], LinkedTensors | QuantisedTensors | None]:
-    """Return (the entries of a file, an object that converts their stored bytes to a dtype that the native core reads;
-    None unless it is a GGUF file or bitsandbytes wrote it)."""
+    """Return (a file's entries, the object that converts its stored bytes to dtypes that the native core reads). The
+    object is None unless the file is a GGUF file or was quantised by bitsandbytes."""
     if file.name == GGUF_FILE:
         from nemo_rl_cpp.models.gguf_weights import LinkedTensors
 

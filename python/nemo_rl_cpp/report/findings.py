@@ -160,8 +160,7 @@ def _constant_reward(h: MetricHistory) -> str | None:
 
 @rule(ERROR)
 def exactness(h: MetricHistory) -> Found:
-    """Report how much the probabilities of trainer and generation engine differ, in steps whose samples are not
-    stale."""
+    """Report how much the probabilities of trainer and generation engine differ, in steps without stale samples."""
     stale = dict(zip(*h.curve("train/stale_samples")))
     values = [value for step, value in h.by_step(ERROR).items() if not stale.get(step)]
     if not values:

@@ -262,8 +262,8 @@ def _span(values: Sequence[float]) -> str:
 
 
 def tiles(history: MetricHistory, total_steps: int | None) -> list[tuple[str, str, str]]:
-    """Return (name, value, note), as text, of each figure at the top of the page. `total_steps`: planned; None:
-    unknown."""
+    """Return (name, value, note), as text, of each figure at the top of the page, in a run of `total_steps` (None:
+    unknown)."""
     values = history.values
     tiles = [("steps", f"{history.last_step}", f"of {total_steps}" if total_steps else "")]
     if rewards := values("train/reward"):
@@ -372,8 +372,7 @@ def write_report(log_dir: Path | str) -> Path:
 
 
 def keys_set(config: MasterConfig) -> list[dict[str, Plain]]:
-    """Return {"key", "value", "where"} of each configuration key set on the command line or in a user's code or
-    file."""
+    """Return {"key", "value", "where"} of each key that the command line, a Python call or a user's file sets."""
     settings, positions = MetricHistory(settings=written(config)), config.positions
     rows: dict[str, dict[str, Plain]] = {}
     for key, where in positions.items():

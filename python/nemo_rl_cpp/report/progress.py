@@ -86,8 +86,7 @@ class Progress(AbstractContextManager["Progress"]):
             stage(_FIRST[name])
 
     def stage_started(self, label: str, depth: int) -> None:
-        """Show the stage `label`, which a timer has started, as the phase; ignore stages within others (`depth` >
-        0)."""
+        """Show the stage `label`, which a timer has started, as the phase; ignore inner stages (`depth` above 0)."""
         if depth == 0 and label != TOTAL:
             self.phase(label.removesuffix("/total"))
 

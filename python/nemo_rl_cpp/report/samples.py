@@ -209,9 +209,9 @@ class SampleBook:
 
 
 def _columns(answer: Answer, kept: Sequence[int]) -> dict[str, Plain]:
-    """Return {column: integers, one per token of `kept`, the shown tokens}: "lp", 100 times the log-probabilities;
-    "ratio", 10,000 times the log-ratios of trainer to engine (0 if all are 0); "adv", 100 times the advantages; None at
-    tokens of an environment, whose places are in "env". A column that shows nothing is omitted."""
+    """Return {column: one integer per shown token (`kept`)}: "lp", 100 times the log-probabilities; "ratio", 10,000
+    times the log-ratios of trainer to engine (0 if all are 0); "adv", 100 times the advantages. Tokens of an
+    environment have None, and their places are in "env". A column that shows nothing is omitted."""
     mask = answer.column("token_loss_mask")
 
     def numbers(name: str) -> list[float | None]:

@@ -124,8 +124,7 @@ def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> Envir
 
 
 class EarlyScoring:
-    """The scoring of responses that end while others of their turn are still generated (`calculate_rewards` scores the
-    rest).
+    """The scoring of responses that end while others of their turn are generated (`calculate_rewards` does the rest).
 
     Only environments that score rows independently (`scores_rows_alone`) and run concurrently (`.remote`) take part, so
     rewards equal those of one call at the end. Rows that end while an environment is busy form its next call."""
@@ -263,8 +262,7 @@ class Conversations:
         self.active = going_on
 
     def _mask(self, row: int, metadata: object) -> None:
-        """Record whether the environment excludes a conversation from training (`mask_sample`; the last turn
-        counts)."""
+        """Record whether the environment excludes a conversation from training (`mask_sample` of its last turn)."""
         if not isinstance(metadata, Mapping) or "mask_sample" not in metadata:
             return
         if metadata["mask_sample"] not in (True, False):

@@ -90,8 +90,7 @@ class ServedModel:
     def sampling(self, body: SamplingFields, longest: int | None, prompt: int, rollout: Rollout | None) -> Sampling:
         """Return the sampling parameters of a request whose prompt has `prompt` tokens. If the request sets no limit, a
         response has at most `longest` tokens, or as many as fit; in a training rollout, the run's max_new_tokens. Raise
-        RequestError if a request of a training rollout differs from the run's parameters or asks for several
-        responses."""
+        RequestError if such a rollout's request differs from the run's parameters or asks for several responses."""
         trained = None if rollout is None else rollout.sampling
         limit = body.max_tokens or getattr(body, "max_completion_tokens", None)
         if trained is None:

@@ -53,8 +53,8 @@ class Rollout:
 
 class Rollouts:
     """All rollouts by their keys. A training run registers each rollout on which it will train, and removes the rollout
-    when it ends (`take`). Of rollouts that nobody registered, the latest few thousand are kept, only so that their
-    conversations can be continued. `seed` seeds all sampling."""
+    when it ends (`take`). The latest few thousand unregistered rollouts are kept, too, only so that their conversations
+    can be continued. `seed` seeds all sampling."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

@@ -294,8 +294,7 @@ def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Seq
 
 
 def _tensor(given: object, what: str, length: int) -> Tensor:
-    """Return a loss input as a dense tensor [N] or [N, K], N = `length`, with 0 for missing elements of a sparse
-    one."""
+    """Return a loss input as a dense tensor [N] or [N, K], N = `length`, with 0 for what a sparse one lacks."""
     try:
         tensor = given.to_torch() if hasattr(given, "to_torch") else torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:

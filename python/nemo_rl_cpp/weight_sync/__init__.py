@@ -58,8 +58,8 @@ class CheckedWeights(WeightSynchronizer):
 
 
 class SharedWeights(CheckedWeights):
-    """A synchronizer for an engine that reads the policy's weights in memory: it copies nothing, only compares
-    digests."""
+    """A synchronizer for an engine that reads the policy's weights in memory: it only compares digests, copying
+    nothing."""
 
     def sync_weights(self, *, timer: Timer | None = None) -> RefitMetrics:
         """Discard the engine's KV cache if the weights are stale. Return `refit/bytes` (0: nothing is copied) and

@@ -78,8 +78,8 @@ class Policy(TrainedModel, PolicyInterface):
 
     def get_logprobs(self, data: Batch) -> BatchedDataDict:
         """Return the log-probabilities [T], or [B, S] for padded `data`, under generation's sampling settings; 0 if
-        `token_mask` or `sample_mask` is 0, at each sample's first token, on padding, and for tokens outside top-k,
-        top-p."""
+        `token_mask` or `sample_mask` is 0, at a sample's first token, on padding, and if top-k or top-p removes the
+        token."""
         return BatchedDataDict(logprobs=self._logprobs(self.model, data, self.scoring))
 
     def _logprobs(self, model: C.DecoderModel, data: Batch, scoring: Scoring) -> Tensor:

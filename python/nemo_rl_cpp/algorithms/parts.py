@@ -320,8 +320,8 @@ def make_collector(
 
 
 def _pause(config: TrainMasterConfig, environments: Environments) -> Pause | None:
-    """Return the point at which responses pause for in-flight weight updates; None without such updates, or with
-    agents, which cannot pause."""
+    """Return the point at which responses pause for in-flight weight updates. Return None if the run has no such
+    updates, or has agents, whose rollouts cannot pause."""
     loop, settings = config.loop, config.loop.beside_training
     section = f"{loop.section_name}.async_{loop.section_name}"
     if not config.loss_fn.use_importance_sampling_correction and not config.loss_fn.bypass_mode:

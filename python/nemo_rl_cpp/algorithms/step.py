@@ -102,7 +102,7 @@ def train_epochs(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str,
 
 
 def step_result(run: TrainingRun, collected: Collected, batch: TrainBatch, metrics: step_metrics.Metrics) -> StepResult:
-    """Return everything that is logged for a step, except its durations, and without rewards except their metrics."""
+    """Return what is logged for a step, except durations; if the algorithm has no rewards, no metrics of rewards."""
     samples, has_rewards = collected.samples, run.algorithm.has_rewards
     of_groups = ops.group_baseline(batch.rewards, batch.group_id, leave_one_out=run.config.loop.leave_one_out)
     stale = {"stale_samples": metrics["stale_samples"]}  # relative to the trained weights, unlike the sampler's count

@@ -85,8 +85,8 @@ class Shape:
 @dataclass(frozen=True)
 class Costs:
     """The floating-point operations of a forward pass per token: 2 for each weight of the layers' matrices (of experts,
-    those that process the token), 2 for each weight of the LM head if the token gets logits, and for each key that the
-    token attends to 4 for each element of its query vectors."""
+    those that process the token), 2 for each weight of the LM head if the token gets logits, and 4 times (elements of
+    its query vectors) times (keys that it attends to)."""
 
     layers: float
     head: float

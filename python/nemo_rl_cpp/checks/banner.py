@@ -44,8 +44,8 @@ def banner_lines(config: WholeConfig) -> Iterator[str]:
 
 
 def has_time_forecast(config: WholeConfig) -> bool:
-    """Return whether the time of a step can be forecast: the native core of this process generates, in one turn, and
-    trains on the CPU by a loss of this package, nothing else takes long, and a layer is small enough to measure."""
+    """Return whether the time of a step can be forecast: only the native core of this process computes, on the CPU, for
+    rollouts of one turn and a loss of this package, and a layer is small enough to measure."""
     if not isinstance(config, TrainMasterConfig) or config.cluster.device != "cpu" or config.cluster.has_workers:
         return False
     loop, generation = config.loop, config.policy.generation

@@ -55,8 +55,7 @@ class VllmConfig(Section):
     """With python: environment variables for the vLLM server. The value null removes a variable. Otherwise not used."""
 
     def dtype_for(self, precision: str) -> str:
-        """Return the full name of the dtype that vLLM computes in: that of the section's key `precision`, or of the
-        argument if the key is not set."""
+        """Return the full name of vLLM's dtype: of the key `precision`, or if it is not set, of the argument."""
         wanted = precision if self.precision in (None, "auto") else self.precision
         return DTYPES.get(wanted, wanted)
 

@@ -323,9 +323,9 @@ class GRPOConfig(LoopConfig):
     advantage_clip_low: Real | None = key(None, "Lower bound of the advantages. null: none.")
     advantage_clip_high: Real | None = key(None, "Upper bound of the advantages. null: none.")
     masked_reward_policy: Literal["include", "exclude"] = "include"
-    """How samples count that are not trained on (because of overlong_filtering, the environment, or a prompt that is
-    too long). include: they count in the baseline and standard deviation of their group, and when dynamic sampling
-    decides whether to keep the group. exclude: they do not count."""
+    """Whether samples that are not trained on (because of overlong_filtering, the environment, or a too long prompt)
+    count in the baseline and standard deviation of their group, and in dynamic sampling's decision to keep the group.
+    include: they count. exclude: they do not."""
     invalid_tool_call_advantage: Real | None = None
     """Rollouts of agents: advantage of the tokens of a response that has a tag of a tool call, for example
     `<tool_call>`, but no complete tool call. The bounds above do not apply to it. null: as the estimator computes."""

@@ -78,7 +78,7 @@ class Adapters(Section):
     alpha: Positive = key(32, "Scale of the adapters: the product B A is multiplied by alpha / dim.")
     merge: bool = True
     """true: compute the merged weights W + s B A after each step. false: compute s B (A x) + W x in each forward pass,
-    so only one copy of W is needed, and no update is too small to be represented in policy.precision. With
+    which needs only one copy of W, and keeps updates that rounding W + s B A to policy.precision would lose. With
     `quantization` the default is false."""
     use_rslora: bool = key(False, "rsLoRA: multiply B A by alpha / sqrt(dim) instead of alpha / dim.")
 

@@ -181,8 +181,8 @@ def _value_at(section: Section, dotted: str) -> object:
 
 
 def check_resources(config: TrainMasterConfig, report: Report) -> None:
-    """If generation is not colocated, report numbers of workers that leave none for generation or none for training,
-    and keys that need generation and training to share weights."""
+    """Report, if generation is not colocated, numbers of workers that leave no worker for generation or for training,
+    and keys that require shared weights."""
     generation, cluster = config.policy.generation, config.cluster
     if generation.colocated.enabled:
         return

@@ -1,7 +1,7 @@
 """Verifiers in worker processes that can be killed: a response on which its verifier hangs or crashes gets score 0.
 
-This is not Pebble's pool (measured with Pebble 5.2.3): its stuck workers outlive a trainer killed by SIGKILL, children of
-a killed worker stay, and with the start methods spawn and forkserver a script without a main guard gets no worker."""
+Pebble's pool (5.2.3) is not used: its stuck workers outlive a trainer killed by SIGKILL, and children of a killed
+worker stay. With the start methods spawn and forkserver a script without a main guard gets no worker."""
 
 import contextlib
 import json

@@ -248,8 +248,7 @@ def _mean(prompts: Sequence[Prompt]) -> float:
 
 
 def _changed(answers: Sequence[Sequence[Prompt]], sign: int) -> list[Sequence[Prompt]]:
-    """Return the prompts whose mean reward rose (`sign` 1) or fell (-1) between the first and the last evaluation, by
-    the size of the change."""
+    """Return the prompts whose mean reward rose (`sign` 1) or fell (-1) from first to last, largest change first."""
     found = [each for each in answers if sign * (each[-1].mean - each[0].mean) > 0]
     return sorted(found, key=lambda each: -abs(each[-1].mean - each[0].mean))
 

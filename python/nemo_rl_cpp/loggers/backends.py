@@ -107,7 +107,7 @@ class TrackerLogger(LoggerInterface):
 
 
 class InitTracker(TrackerLogger):
-    """The base class for trackers whose package starts a run with `init(...)`. A resumed run continues it."""
+    """The base class for trackers whose package starts a run with `init(...)`, and continues it if a run resumes."""
 
     id_key = "id"  # the argument of `init`, and the attribute of its result, that identify a run
     folder_key = ""  # the argument of `init` for the folder of the tracker's files, if there is one

@@ -213,9 +213,9 @@ class Lora:
 
     def _peft_targets(self) -> dict[str, list[str]]:
         """Return the entries of adapter_config.json that list what is adapted: target_modules (names of modules) and,
-        for MLPs of a model with experts, target_parameters (names of weights), because PEFT would read gate_proj,
-        up_proj and down_proj in target_modules as the experts' matrices, except in Nemotron-H. Names are short, such as
-        q_proj, if each is adapted in every layer that has it; otherwise they are full."""
+        for MLPs of a model with experts, target_parameters (names of weights). In target_modules, PEFT would read such
+        an MLP's gate_proj, up_proj and down_proj as the experts' matrices, except in Nemotron-H. Names are short, such
+        as q_proj, if each is adapted in every layer that has it; otherwise they are full."""
         first = "gate_up_proj" if self.layers.mlps is None else "up_proj"
 
         def is_parameter(module: str) -> bool:

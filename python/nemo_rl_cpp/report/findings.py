@@ -289,7 +289,8 @@ def prompts_cut(h: MetricHistory) -> Found:
 
 
 def _cut_costs_nothing(h: MetricHistory) -> bool:
-    """Return whether truncated responses earn about as much as all, or if nearly all are, whether the reward rises."""
+    """Return whether truncated responses earn about as much as all responses. If nearly all responses are truncated,
+    return whether the reward rises."""
     cut, every, rate = (h.by_step(name) for name in ("train/reward_of_truncated", REWARD, CUT))
     steps = [step for step in cut if rate.get(step, 1.0) < 0.97 and step in every]
     if steps:

@@ -203,12 +203,11 @@ def add_logprobs(
     """Add `prev_logprobs`, `reference_policy_logprobs` [T] and the other values that `loss_fn` and the training loop's
     section (such as `grpo`) need. Return the metric `stale_samples`.
 
-    `prev_logprobs` are added if the policy does not take them from its first training forward pass (see
-    `Policy.skips_prev_logprobs`), if a sample is stale, if sequences are masked by their difference from
-    `generation_logprobs` (`seq_logprob_error_threshold`), or if an estimator reads messages that were not generated.
-    With `bypass_mode` they are `generation_logprobs`. A sample is stale if its `weight_version` is not the current one.
-    Stale samples keep the log-probabilities of the policy that sampled them, unless the loss of an asynchronous run
-    corrects them by importance sampling."""
+    `prev_logprobs` are added if `Policy.skips_prev_logprobs` is False, if a sample is stale, if
+    `seq_logprob_error_threshold` compares them with `generation_logprobs`, or if an estimator reads messages that were
+    not generated. With `bypass_mode` they are `generation_logprobs`, unless one of the last two reasons applies. A
+    sample is stale if its `weight_version` is not the current one. Stale samples keep the log-probabilities of the
+    policy that sampled them, unless the loss of an asynchronous run corrects them by importance sampling."""
     estimator, has_reference = loop.adv_estimator.name, loss.reference_policy_kl_penalty != 0
     by_name = estimator in ("opd", "optimal_token_baseline") or is_user_defined(estimator)
     reads_logprobs = by_name or (has_reference and loss.use_kl_in_reward)

@@ -70,8 +70,9 @@ class Policy(TrainedModel, PolicyInterface):
 
     @property
     def skips_prev_logprobs(self) -> bool:
-        """Return whether training takes generation's log-probabilities as the old policy's (reuse_generation_logprobs),
-        without a separate pass; never on transformers, where generation is not bit-identical to training."""
+        """Return whether training uses generation's log-probabilities as those of the old policy
+        (reuse_generation_logprobs), without a separate pass. Always False on transformers, where the two differ by
+        rounding."""
         return self.config.backend != "hf" and self.config.reuse_generation_logprobs != "never"
 
     # ---- log-probabilities ------------------------------------------------------------------------------------------
@@ -128,8 +129,8 @@ class Policy(TrainedModel, PolicyInterface):
         generation if generation was bit-identical to this forward pass. Otherwise the mismatches are counted, and a
         separate pass before the first update computes them for the rows of the later updates.
 
-        The returned "prev_logprobs" can be added to `data` for another call on it. It sets `reused_forward_share` and
-        `zero_gradient_share`, the shares of tokens without a forward and without a backward pass in training."""
+        The returned "prev_logprobs" can be added to `data` for another call on it. `train` sets `reused_forward_share`
+        and `zero_gradient_share`, the shares of tokens without a forward and without a backward pass in training."""
         batch = RaggedBatch.of(data)
         done = self.train_part(batch, loss_fn, eval_mode, gbs, mbs)
         self.zero_gradient_share, self.reused_forward_share = done.shares(self.reused_forward_share)

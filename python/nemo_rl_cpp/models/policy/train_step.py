@@ -95,8 +95,8 @@ class GlobalBatchResult:
 
 
 def global_counts(data: RaggedBatch, begin: int = 0, end: int | None = None) -> LossCounts:
-    """Return the counts by which the loss of a global batch, the samples [begin, end) of `data`, is divided:
-    `valid_positive_toks` is None without rewards."""
+    """Return the counts by which the loss of a global batch, the samples [begin, end) of `data`, is divided. Without
+    rewards `valid_positive_toks` is None."""
     sample_mask, token_mask = data.samples["sample_mask"].float(), data.tokens["token_mask"].float()
     token_mask = token_mask.index_fill(0, data.starts, 0)  # a sample's first token has no log-probability
     per_row = (data.by_sample(token_mask) * sample_mask)[begin:end]

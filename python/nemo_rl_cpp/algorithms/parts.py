@@ -165,8 +165,8 @@ def make_policy(
     factory: Callable[..., PolicyInterface] | None = None,
 ) -> PolicyInterface:  # fmt: skip
     """Return the policy with the checkpoint's weights and optimizer, or for a new run with the weights of
-    policy.model_name. `steps` is the planned number of steps; `factory` is called in place of `Policy` or
-    `DistributedPolicy`. The reference model is loaded only if the KL weight is not 0."""
+    policy.model_name. `steps` is the planned number of steps; `factory` replaces the policy class that the
+    configuration selects. The reference model is loaded only if the KL weight is not 0."""
     runs_vllm = config.policy.generation.runs_vllm
     if (config.policy.backend == "hf" or runs_vllm) and (text := exactness_text(config)) is not None:
         print(f"note: {text}", file=sys.stderr, flush=True)

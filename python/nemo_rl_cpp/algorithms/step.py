@@ -51,7 +51,8 @@ def mask_by_logprob_error(batch: MutableMapping[str, Tensor], threshold: float |
     The error of sequence b is e_b = sum_t exp(|generation - prev| M) M / max(sum_t M, 1) over its shifted tokens, with
     M the token mask. The metrics are max_, mean_ and min_seq_mult_prob_error over the sequences with a trained token (0
     if there are none); the same three with the suffix `_after_mask`, over the sequences that are not masked;
-    num_masked_seqs; and masked_correct_pct, the share of masked sequences with reward 1."""
+    num_masked_seqs, also as num_masked_seqs_by_logprob_error; and masked_correct_pct, the share of masked sequences
+    with reward 1."""
     if "prev_logprobs" not in batch:
         return {}
     sample_mask = batch["sample_mask"]

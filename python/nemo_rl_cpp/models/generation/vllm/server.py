@@ -297,8 +297,9 @@ def _cache_bytes(
     element: int,
 ) -> int:
     """Return the size of the KV cache: `gigabytes` (kv_cache_gb) if set, else what `rows` sequences of `longest` tokens
-    need with `element` bytes per number, at most half of the free memory. Each layer of a model with the `recurrent`
-    sizes needs one block per sequence, and vLLM makes all blocks large enough for the state of such a layer."""
+    need with `element` bytes per number, at most half of the free memory. `recurrent` are the sizes of a model with
+    recurrent layers. Each such layer needs one block per sequence, and vLLM makes all blocks large enough for its
+    state."""
     if gigabytes is not None:
         return int(gigabytes * 1e9)
     config = config.get("text_config") or config

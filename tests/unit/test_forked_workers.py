@@ -6,7 +6,7 @@ import pytest
 from forked_workers import Forker
 
 
-def test_starting_a_worker_is_an_error_if_the_process_that_forks_workers_has_ended():
+def test_starting_a_worker_is_an_error_if_the_fork_server_process_has_ended():
     forker = object.__new__(Forker)
     forker._socket, theirs = socket.socketpair()
     with forker._socket, theirs:

@@ -20,7 +20,7 @@ def a_terminal_that_may_close():
     (signal.SIGINT, "Ctrl-C", "interrupted"), (signal.SIGTERM, "SIGTERM", "terminated"),
     (signal.SIGHUP, "SIGHUP", "terminated"), (signal.SIGUSR1, "SIGUSR1", "terminated"),
 ])  # fmt: skip
-def test_first_interrupt_signal_requests_a_stop_and_the_second_one_ends_the_run(number, name, reason):
+def test_first_interrupt_signal_requests_a_stop_and_second_one_ends_the_run_immediately(number, name, reason):
     before, said = signal.getsignal(number), []
     with GracefulStop(said.append, saves=False) as stop:
         assert not stop.requested
@@ -81,7 +81,7 @@ def test_interrupted_process_finishes_its_step_and_exits_with_status_0():
     assert process.returncode == 0 and out == "saved terminated\n" and "SIGTERM: the run ends after this step" in err
 
 
-def test_call_that_never_returns_is_ended_by_the_second_interrupt_signal():
+def test_second_interrupt_signal_ends_a_call_that_never_returns():
     """Python runs signal handlers between two of its own instructions: a call that swallows what they raise, or that never
     returns, is ended from beside."""
     program = (
@@ -108,7 +108,7 @@ def test_call_that_never_returns_is_ended_by_the_second_interrupt_signal():
         assert process.returncode == status
 
 
-def test_forked_child_does_not_delay_exit_and_keeps_default_signals():
+def test_forked_child_process_does_not_delay_exit_and_has_default_signal_handlers():
     """A reward function may leave a forked worker behind, and end its workers by SIGTERM."""
     program = (
         "import multiprocessing, os, signal, time\n"
@@ -137,7 +137,7 @@ def test_forked_child_does_not_delay_exit_and_keeps_default_signals():
     assert (done.stdout, done.stderr, done.returncode) == ("[-15, -15] False\nwent on True\n", "", 0)
 
 
-def test_signal_handlers_that_user_code_replaced_are_restored_at_the_next_check():
+def test_signal_handlers_replaced_by_user_code_are_restored_at_the_next_check():
     said = []
     with GracefulStop(said.append) as stop:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -12,7 +12,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_progress_of_a_stage_is_printed_only_if_it_takes_long(clock, capsys):
+def test_progress_of_a_setup_stage_is_printed_only_if_the_stage_takes_long(clock, capsys):
     with stages.work("reading", 200.0, always=True) as advance:
         for seconds, amount in ((1.0, 50.0), (2.0, 50.0), (1.0, 10.0), (15.0, 70.0), (0.1, 20.0)):
             clock[0] += seconds
@@ -20,7 +20,7 @@ def test_progress_of_a_stage_is_printed_only_if_it_takes_long(clock, capsys):
     assert capsys.readouterr().err == "reading: 50 %, 3 s\nreading: 90 %, 19 s\n"
 
 
-def test_stage_names_and_progress_are_printed_only_inside_with_stages_shown(clock, capsys):
+def test_setup_stage_names_and_progress_are_printed_only_if_output_is_enabled(clock, capsys):
     def read():
         stages.stage("loading torch")
         with stages.work("reading", 2.0) as advance:

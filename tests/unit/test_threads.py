@@ -18,7 +18,7 @@ def test_busy_waiting_of_openmp_threads_is_limited_unless_the_user_set_omp_wait_
 
 
 @pytest.mark.slow
-def test_libgomp_uses_the_limit_of_busy_waiting_that_the_package_sets():
+def test_libgomp_uses_the_busy_waiting_limit_set_by_the_package():
     """OMP_DISPLAY_ENV lets libgomp say what it uses, when torch loads it."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
     done = subprocess.run(
@@ -27,7 +27,7 @@ def test_libgomp_uses_the_limit_of_busy_waiting_that_the_package_sets():
     assert done.returncode == 0 and f"GOMP_SPINCOUNT = '{SPIN_COUNT}'" in done.stderr
 
 
-def test_number_of_threads_is_the_configured_one_else_omp_num_threads_else_that_of_the_cores():
+def test_thread_count_is_the_configured_value_or_omp_num_threads_or_the_core_count():
     assert threads_at_start(5, {"OMP_NUM_THREADS": "3"}) == 5
     assert threads_at_start(None, {"OMP_NUM_THREADS": "3,2"}) == 3
     assert threads_at_start(None, {"OMP_NUM_THREADS": "no"}) == threads_at_start(None, {}) == cores()

@@ -20,7 +20,7 @@ def test_user_code_of_a_run_is_called_in_the_thread_that_started_the_run():
     assert seen[0] is not here() and seen[1] is here()
 
 
-def test_run_can_be_started_from_any_thread():
+def test_training_run_can_be_started_from_any_thread():
     found = []
 
     def begin():
@@ -32,7 +32,7 @@ def test_run_can_be_started_from_any_thread():
     assert found[0][0] is found[0][1]
 
 
-def test_coroutines_of_user_code_of_all_runs_use_the_same_event_loop():
+def test_user_coroutines_of_all_runs_use_the_same_event_loop():
     async def loop():
         return asyncio.get_running_loop()
 
@@ -40,7 +40,7 @@ def test_coroutines_of_user_code_of_all_runs_use_the_same_event_loop():
     assert len(set(map(id, loops))) == 1
 
 
-def test_coroutines_of_user_code_from_several_threads_run_concurrently():
+def test_user_coroutines_called_from_several_threads_run_concurrently():
     async def meet(barrier):
         barrier.append(None)
         while len(barrier) < 3:
@@ -60,7 +60,7 @@ def test_coroutines_of_user_code_from_several_threads_run_concurrently():
 
 
 @pytest.mark.parametrize("how", ["run", "run_until_complete"])
-def test_function_of_the_user_can_run_an_event_loop_while_a_coroutine_of_the_user_waits(how):
+def test_user_function_can_run_an_event_loop_while_a_user_coroutine_waits(how):
     async def value():
         await asyncio.sleep(0)
         return 7
@@ -84,7 +84,7 @@ def test_function_of_the_user_can_run_an_event_loop_while_a_coroutine_of_the_use
     assert serve(work) == [7, 7, 7]
 
 
-def test_run_can_be_started_inside_a_running_event_loop():
+def test_training_run_can_be_started_inside_a_running_event_loop():
     async def cell():
         async def value():
             return 7
@@ -96,7 +96,7 @@ def test_run_can_be_started_inside_a_running_event_loop():
     assert asyncio.run(cell()) == (here(), 7, 7)
 
 
-def test_exceptions_of_user_code_are_raised_in_the_run():
+def test_exceptions_in_user_code_are_raised_in_the_run():
     class OwnError(Exception):
         pass
 
@@ -113,7 +113,7 @@ def test_exceptions_of_user_code_are_raised_in_the_run():
     assert serve(lambda: call_user(here)) is here()  # and the next run is none the worse
 
 
-def test_run_that_user_code_starts_inside_a_run_calls_user_code_in_the_same_thread():
+def test_nested_run_started_by_user_code_calls_user_code_in_the_same_thread():
     assert serve(lambda: call_user(lambda: serve(lambda: call_user(here)))) is here()
 
 
@@ -150,7 +150,7 @@ def test_working_directory_and_torch_settings_are_restored_after_each_call_of_us
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
-def test_an_output_stream_that_user_code_closed_is_restored(name):
+def test_output_stream_closed_by_user_code_is_restored(name):
     before = getattr(sys, name)
 
     def silences():
@@ -177,7 +177,7 @@ def test_custom_loss_runs_with_the_gradient_mode_of_the_trainer():
         assert serve(work) == (True, False)
 
 
-def test_run_that_fails_waits_for_unfinished_calls_of_user_code_in_other_threads():
+def test_failing_run_waits_for_unfinished_user_code_calls_in_other_threads():
     results, begun = [], threading.Event()
 
     async def judge():
@@ -198,7 +198,7 @@ def test_run_that_fails_waits_for_unfinished_calls_of_user_code_in_other_threads
     assert results == [7]
 
 
-def test_user_code_called_after_the_end_of_a_run_runs_in_the_calling_thread():
+def test_user_code_called_after_a_run_has_ended_runs_in_the_calling_thread():
     late, go = [], threading.Event()
 
     def ask():
@@ -212,7 +212,7 @@ def test_user_code_called_after_the_end_of_a_run_runs_in_the_calling_thread():
     assert late == [thread]
 
 
-def test_ctrl_c_ends_the_run_and_the_coroutines_of_user_code():
+def test_ctrl_c_ends_the_run_and_cancels_user_coroutines():
     ended = []
 
     async def waits():

@@ -42,7 +42,7 @@ def rewards_like(rng, n, dtype):
 
 
 @pytest.mark.parametrize("dtype, rtol", DTYPES)
-def test_group_baseline_advantages_match_a_slow_reference(dtype, rtol):
+def test_group_baseline_advantages_match_a_reference_implementation(dtype, rtol):
     rng = np.random.default_rng(0)
     for _ in range(1000):
         n = int(rng.integers(1, 20))
@@ -73,7 +73,7 @@ def test_group_baseline_advantages_match_hand_computed_values():
     assert whole.baseline.tolist() == [0.25] * 4 and whole.std.tolist() == pytest.approx([0.5] * 4)
 
 
-def test_equal_rewards_have_zero_std_and_advantages_whatever_their_value():
+def test_equal_rewards_of_any_value_give_zero_std_and_zero_advantages():
     for value in (0.1, 0.35, 0.7, 1 / 3, 1e6 + 0.1):
         for loo in (True, False):
             stats = ops.group_baseline(torch.full((7,), value), torch.zeros(7), leave_one_out=loo)
@@ -87,7 +87,7 @@ def test_group_ids_computed_from_prompts_are_equal_for_equal_prompts():
 
 
 @pytest.mark.parametrize("dtype, rtol", DTYPES)
-def test_reinforce_plus_plus_advantages_match_a_slow_reference(dtype, rtol):
+def test_reinforce_plus_plus_advantages_match_a_reference_implementation(dtype, rtol):
     rng = np.random.default_rng(1)
     for i in range(1000):
         mask = ragged(rng)
@@ -119,7 +119,7 @@ def test_reinforce_plus_plus_advantages_match_hand_computed_values():
 
 
 @pytest.mark.parametrize("dtype, rtol", DTYPES)
-def test_raw_reward_advantages_match_a_slow_reference(dtype, rtol):
+def test_raw_reward_advantages_match_a_reference_implementation(dtype, rtol):
     rng = np.random.default_rng(2)
     for _ in range(300):
         mask = ragged(rng)
@@ -165,7 +165,7 @@ def run_gae(mask, rewards, values, k, dtype):
 
 
 @pytest.mark.parametrize("dtype, rtol", DTYPES)
-def test_gae_advantages_and_returns_match_a_slow_reference(dtype, rtol):
+def test_gae_advantages_and_returns_match_a_reference_implementation(dtype, rtol):
     rng = np.random.default_rng(3)
     for i in range(1000):
         mask, rewards, values, k = gae_case(rng, dtype)
@@ -178,7 +178,7 @@ def test_gae_advantages_and_returns_match_a_slow_reference(dtype, rtol):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_values_at_masked_positions_do_not_change_gae(dtype, normalize):
+def test_critic_values_at_masked_positions_do_not_change_gae(dtype, normalize):
     rng = np.random.default_rng(4)
     for hostile in (1e6, -1e6, math.nan, math.inf):
         mask, rewards, values, k = gae_case(rng, dtype)
@@ -193,7 +193,7 @@ def test_values_at_masked_positions_do_not_change_gae(dtype, normalize):
         assert torch.equal(before.returns[valid], after.returns[valid])
 
 
-def test_rewards_of_rows_without_valid_tokens_do_not_change_gae():
+def test_rewards_of_samples_without_valid_tokens_do_not_change_gae():
     mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
     k = ops.GAEConfig(gamma=0.9, gae_lambda=0.9, normalize=True)
     values = torch.tensor([[0.3, -0.2, 0.1], [0.5, 0.6, 0.7]])
@@ -214,7 +214,7 @@ def test_gae_with_lambda_1_is_the_monte_carlo_advantage_and_with_lambda_0_the_td
     assert td.advantages[0].tolist() == [0.0, 0.5 * 2 - 1, 0.5 * 4 - 2, 0.0, 8.0 - 4.0]
 
 
-def test_whitened_advantages_of_equal_values_are_zero_and_marked_as_degenerate():
+def test_whitening_equal_advantages_gives_zeros_and_is_marked_as_degenerate():
     mask = torch.tensor([[0, 1, 0]])
     config = ops.GAEConfig(gamma=1.0, gae_lambda=1.0, normalize=True)
     one = ops.gae(torch.tensor([1.0]), torch.zeros(1, 3), mask, config)
@@ -224,7 +224,7 @@ def test_whitened_advantages_of_equal_values_are_zero_and_marked_as_degenerate()
     assert not ops.reinforce_plus_plus(torch.tensor([1.0, 0.0]), torch.ones(2, 3)).degenerate
 
 
-def test_advantage_estimators_are_bit_identical_on_any_number_of_threads():
+def test_advantage_estimators_are_bit_identical_for_any_number_of_threads():
     rng = np.random.default_rng(5)
     mask = torch.as_tensor(rng.random((64, 900)) < 0.8)
     rewards, values = (torch.as_tensor(rng.normal(size=size)).float() for size in (64, mask.shape))
@@ -238,7 +238,7 @@ def test_advantage_estimators_are_bit_identical_on_any_number_of_threads():
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_gae_of_a_row_does_not_depend_on_the_batch():
+def test_gae_of_a_sample_does_not_depend_on_other_samples_in_the_batch():
     rng = np.random.default_rng(6)
     mask = torch.as_tensor(rng.random((19, 50)) < 0.8)
     rewards, values = torch.as_tensor(rng.normal(size=19)), torch.as_tensor(rng.normal(size=(19, 50)))
@@ -259,7 +259,7 @@ def test_advantages_with_a_kl_penalty_but_without_logprobs_are_an_error():
         ops.reinforce_plus_plus(torch.ones(1), torch.ones(1, 2), kl_type="k9")
 
 
-def test_advantage_estimators_are_bit_identical_on_ragged_and_padded_batches():
+def test_advantage_estimators_are_bit_identical_for_ragged_and_padded_batches():
     """Lengths 0 to 1,500: rows of several blocks, of one, of none; masked tokens in between, log-probs, whitening."""
     rng = np.random.default_rng(8)
     lengths = torch.as_tensor([1500, 0, 1, 7, 8, 600, 512, 513, *rng.integers(0, 900, 30)])
@@ -291,7 +291,7 @@ def test_advantage_estimators_are_bit_identical_on_ragged_and_padded_batches():
     ([0, 2, 3], 4, "offsets must go up from 0 to 4"), ([0, 4, 3], 3, "offsets must go up from 0 to 3"), ([1, 2, 3], 3, "offsets must go up"),
     ([0, 3], 3, r"offsets have shape \[2\]; expected int64 \[3\]"), (None, 3, r"expected \[B, S\]"),
 ])  # fmt: skip
-def test_sample_offsets_that_do_not_fit_the_tokens_are_an_error(offsets, tokens, words):
+def test_invalid_sample_offsets_of_a_ragged_batch_raise_value_error(offsets, tokens, words):
     given = None if offsets is None else torch.tensor(offsets)
     with pytest.raises(ValueError, match=words):
         ops.raw_reward(torch.ones(2), torch.ones(tokens), normalize=True, offsets=given)

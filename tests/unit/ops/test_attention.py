@@ -141,7 +141,7 @@ def test_attention_output_matches_torchs_scaled_dot_product_attention(dtype, lim
     assert (out - want.transpose(0, 1).reshape(300, -1)).abs().max() <= limit
 
 
-def test_large_attention_scores_do_not_overflow():
+def test_attention_with_large_scores_does_not_overflow():
     shape = (1, 1, 16)
     qkv = random_qkv(100, shape, torch.float32) * 60
     out, lse = C.attention_forward(qkv, [(0, 100, 0, 0)], heads_of(shape))
@@ -161,7 +161,7 @@ def test_attention_output_of_padding_rows_is_zero():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape, dtype, window", CASES, ids=str)
-def test_paged_and_packed_attention_are_bit_identical(shape, dtype, threads, window):
+def test_paged_and_packed_attention_outputs_are_bit_identical(shape, dtype, threads, window):
     rng = random.Random(f"{shape}{dtype}")
     lengths = [1, 31, 32, 33, 64, 300] + [rng.randint(1, 300) for _ in range(4)]
     sequences, tokens = packed(lengths)
@@ -175,7 +175,7 @@ def test_paged_and_packed_attention_are_bit_identical(shape, dtype, threads, win
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 7, 16, 33, 70])
-def test_attention_of_a_decode_step_does_not_depend_on_the_batch(batch, threads):
+def test_attention_of_a_decode_step_does_not_depend_on_other_sequences_in_the_batch(batch, threads):
     window = 33 * (batch % 2)
     shape, rng = (9, 3, 64), random.Random(batch)
     lengths = [rng.randint(1, 300) for _ in range(batch)]
@@ -197,7 +197,9 @@ def test_attention_of_a_decode_step_does_not_depend_on_the_batch(batch, threads)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(9, 3, 64), (10, 2, 80)], ids=str)
 @pytest.mark.parametrize("window", [0, 9, 64])
-def test_attention_over_a_shared_prefix_is_bit_identical_to_attention_over_a_copy(shape, dtype, threads, window):
+def test_attention_over_a_shared_prefix_is_bit_identical_to_attention_over_a_copied_prefix(
+    shape, dtype, threads, window
+):
     rng = random.Random(7)
     for prefix in [1, 17, 32, 45, 64, 130, 300]:
         lengths = [rng.randint(1, 120) for _ in range(5)]
@@ -213,7 +215,7 @@ def test_attention_over_a_shared_prefix_is_bit_identical_to_attention_over_a_cop
             assert_same_bits(lse[start : start + length], want_lse[prefix:])
 
 
-def test_attention_is_bit_identical_for_any_number_of_threads_and_any_packing():
+def test_attention_is_bit_identical_for_any_number_of_threads_and_any_sequence_packing():
     shape = (6, 2, 64)
     sequences, tokens = packed([700, 1, 250, 64, 31, 90])
     qkv = random_qkv(tokens, shape, torch.float32)
@@ -229,7 +231,7 @@ def test_attention_is_bit_identical_for_any_number_of_threads_and_any_packing():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nan_in_later_tokens_does_not_change_earlier_attention_rows(dtype):
+def test_nan_in_later_tokens_does_not_change_the_attention_output_of_earlier_tokens(dtype):
     shape = (4, 2, 64)
     qkv = random_qkv(200, shape, dtype)
     clean, _ = C.attention_forward(qkv, [(0, 200, 0, 0)], heads_of(shape))
@@ -242,7 +244,7 @@ def test_nan_in_later_tokens_does_not_change_earlier_attention_rows(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_copied_kv_cache_block_can_be_continued_by_a_second_sequence(dtype):
+def test_sequence_that_continues_a_copied_kv_cache_block_gets_the_attention_of_an_unshared_cache(dtype):
     """Copy-on-write of a prompt's last block: both continue as if alone."""
     shape, prompt, more = (9, 3, 64), 45, 30
     heads = heads_of(shape)

@@ -80,7 +80,7 @@ def test_attention_gradients_match_a_float64_reference(shape, dtype, grad_dtype,
         assert relative_gap(got[:, columns], torch.from_numpy(want[:, columns])) <= limit
 
 
-def test_bfloat16_attention_gradients_differ_from_float64_only_by_rounding():
+def test_bfloat16_attention_gradients_match_float64_up_to_rounding():
     """Whatever is rounded on the way (the softmax's weights, P, dS and d_out, where pairs are multiplied), errors stay those of bfloat16."""
     n, k, h = shape = (6, 2, 64)
     sequences = [(0, 150, 0, 0), (150, 60, 0, 33)]
@@ -112,7 +112,9 @@ def test_attention_gradients_match_torchs_scaled_dot_product_attention(dtype, li
 @pytest.mark.parametrize("dtype,limit", [(torch.float64, 1e-12), (torch.float32, 2e-6)])
 @pytest.mark.parametrize("prompt,lengths", [(45, [30, 64, 7]), (64, [1, 2, 90]), (3, [60] * 8), (200, [128] * 16)])
 @pytest.mark.parametrize("window", [0, 50])
-def test_attention_gradient_of_a_shared_prefix_is_the_sum_over_its_copies(dtype, limit, prompt, lengths, window):
+def test_attention_gradient_of_a_shared_prefix_is_the_sum_over_the_sequences_that_share_it(
+    dtype, limit, prompt, lengths, window
+):
     shape = (6, 2, 64)
     sequences, tokens = group_layout(prompt, lengths)
     qkv, d_out = inputs(tokens, shape, dtype, dtype)
@@ -131,7 +133,7 @@ def test_attention_gradient_of_a_shared_prefix_is_the_sum_over_its_copies(dtype,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attention_gradient_is_bit_identical_on_any_number_of_threads(dtype):
+def test_attention_gradient_is_bit_identical_for_any_number_of_threads(dtype):
     """Batches that are split into several jobs: a long sequence, and a prompt with many generations."""
     shape = (9, 3, 64)
     long = [(0, 1500, 0, 0), (1500, 100, 0, 0)]

@@ -115,7 +115,7 @@ if C.cpu_capability() != os.environ["NEMO_RL_CPU_CAPABILITY"]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CPU_CAPABILITIES)
-def test_matrix_products_and_attention_of_each_cpu_capability_do_not_depend_on_batching(capability, tmp_path):
+def test_kernels_of_every_cpu_capability_give_results_independent_of_the_batch(capability, tmp_path):
     """Products, and attention whatever the packing, chunks, prefixes and threads; then a run of three steps."""
     said = under(
         capability, "-c", USED + ROWS + PRODUCTS + ATTENTION + RUN, "--config", str(ROOT / "configs" / "grpo_tiny.yaml"),
@@ -132,7 +132,7 @@ def test_matrix_products_and_attention_of_each_cpu_capability_do_not_depend_on_b
 
 
 @pytest.mark.slow
-def test_cpu_without_amx_uses_the_kernels_for_avx512_bf16():
+def test_avx512_bf16_kernels_are_used_on_a_cpu_without_amx():
     amx, without = (under(name, "-c", USED).strip() for name in ("amx", "avx512_bf16"))
     assert amx in ("amx", without)
 
@@ -143,5 +143,5 @@ def test_unknown_name_of_a_cpu_capability_is_an_error(monkeypatch):
         _native._load()
 
 
-def test_cpu_capability_in_use_is_one_of_the_known_names():
+def test_selected_cpu_capability_is_one_of_the_known_names():
     assert C.cpu_capability() in CPU_CAPABILITIES

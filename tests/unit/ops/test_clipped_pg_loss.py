@@ -84,7 +84,7 @@ def check_gradient(ours, wanted, rtol, without, note):
 
 @pytest.mark.parametrize("count", [FEW, pytest.param(10_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", cases.LOSSES)
-def test_every_policy_gradient_loss_matches_a_slow_reference(name, count, capsys):
+def test_every_policy_gradient_loss_matches_a_reference_implementation(name, count, capsys):
     tiny.one_thread()
     found = Differences()
     for seed in range(count):
@@ -157,7 +157,7 @@ def test_dppo_kl_loss_has_zero_gradient_for_tokens_beyond_its_kl_bound():
         assert result.grad_logprobs.item() == pytest.approx(slope, rel=1e-6)
 
 
-def test_gspo_ratio_with_an_old_probability_of_zero_is_clipped_or_reported_as_non_finite():
+def test_infinite_gspo_ratio_is_clipped_or_reported_as_non_finite():
     """A row's ratio that is infinite counts at its valid tokens alone: a masked one stays 0, not 0 * inf."""
     data = {
         "generation_logprobs": torch.full((1, 5), -1.0), "prev_logprobs": torch.full((1, 5), -1.0), "sample_mask": torch.ones(1),
@@ -176,7 +176,7 @@ def test_gspo_ratio_with_an_old_probability_of_zero_is_clipped_or_reported_as_no
     assert float(open_ended.loss) == torch.inf and open_ended.nonfinite == (0, 1)
 
 
-def test_token_with_zero_probability_under_the_new_policy_is_reported_with_row_and_position():
+def test_token_of_zero_probability_under_the_new_policy_is_reported_with_row_and_position():
     """Ratio e^-inf = 0: loss and gradient are 0 there. The entropy is not a number, and the place is said."""
     data = {
         "generation_logprobs": torch.full((1, 5), -1.0), "prev_logprobs": torch.full((1, 5), -1.0), "sample_mask": torch.ones(1),
@@ -267,7 +267,7 @@ OF_ROWS = {"seq-mask": "seq-mask-tis", "seq": "seq-tis", "geo": "geo-icepop"}
 
 
 @pytest.mark.parametrize("mode", ["sequence", *OF_ROWS, *(name for name in cases.LOSSES if name != "on_policy")])
-def test_losses_and_gradients_of_micro_batches_sum_to_those_of_the_whole_batch(mode):
+def test_losses_and_gradients_of_micro_batches_sum_to_those_of_the_full_batch(mode):
     """Any split of the rows gives the same gradient bits and, by summing, the same loss and metrics."""
     config = {"positive_example_nll_weight": 0.1, "token_level_loss": mode != "sequence", "loss_scale_factor": 7.0}
     if mode in cases.LOSSES:
@@ -291,7 +291,7 @@ def test_losses_and_gradients_of_micro_batches_sum_to_those_of_the_whole_batch(m
                 assert sum(p.metrics[name] for p in parts) == pytest.approx(value, rel=1e-12, abs=1e-15), name
 
 
-def test_clipped_pg_loss_is_bit_identical_on_any_number_of_threads():
+def test_clipped_pg_loss_is_bit_identical_for_any_number_of_threads():
     x, data = random_batch(5, 64, 700, torch.float32)
     fn = ClippedPGLossFn(ClippedPGLossConfig())
     results = on_threads(lambda: fn.native(x, data, 64.0, 30000.0))
@@ -313,7 +313,7 @@ def test_clipped_pg_loss_is_bit_identical_for_any_padding_and_stride():
 
 
 @pytest.mark.parametrize("mode", ["ppo", "on_policy", "reinforce"])
-def test_loss_of_a_token_does_not_change_if_another_token_has_a_large_logprob_gap(mode):
+def test_large_logprob_gap_of_one_token_does_not_change_the_loss_of_other_tokens(mode):
     """Sixteen tokens share a path without exponentials while all their gaps are small; each keeps its bits when one is not."""
     x, data = random_batch(11, 2, 49, torch.float32)
     data["token_mask"][:] = 1
@@ -339,7 +339,7 @@ def test_loss_of_a_token_does_not_change_if_another_token_has_a_large_logprob_ga
         assert far.metrics[name] == pytest.approx(value, rel=2e-6, abs=1e-7), name
 
 
-def test_loss_accepts_expanded_advantages_and_integer_masks():
+def test_policy_gradient_loss_accepts_expanded_advantages_and_integer_masks():
     x, data = random_batch(7, 3, 20)
     fn = ClippedPGLossFn(ClippedPGLossConfig())
     data["advantages"] = torch.tensor([[1.0], [-1.0], [0.5]], dtype=torch.float64).expand(3, 20)
@@ -357,7 +357,7 @@ def test_policy_gradient_loss_is_zero_if_no_token_is_valid():
     assert r.metrics["probs_ratio_min"] == math.inf and r.metrics["probs_ratio_max"] == -math.inf
 
 
-def test_probability_ratio_that_overflows_is_reported_with_row_and_token():
+def test_overflowing_probability_ratio_is_reported_with_row_and_token():
     """A ratio that overflows with a negative advantage is infinite here as in NeMo RL; the result says where."""
     x, data = random_batch(9, 3, 20)
     data["token_mask"][:] = 1
@@ -371,7 +371,7 @@ def test_probability_ratio_that_overflows_is_reported_with_row_and_token():
     assert math.isfinite(float(r.loss)) and r.grad_logprobs[1, 7] == 0 and torch.isfinite(r.grad_logprobs).all()
 
 
-def test_error_for_wrong_or_missing_loss_inputs_names_the_tensor():
+def test_error_for_invalid_or_missing_loss_inputs_names_the_tensor():
     x, data = random_batch(10, 3, 20)
     with pytest.raises(ValueError, match=r"advantages has shape \[3, 19\]; expected \[3, 20\]"):
         ops.clipped_pg_loss(x, ops.ClippedPGInputs(**data | {"advantages": data["advantages"][:, 1:]}))

@@ -36,7 +36,7 @@ def test_linear_output_matches_float64(dtype, K):
 
 @pytest.mark.parametrize("K", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_row_of_a_matrix_product_is_bit_identical_alone_and_in_a_batch(dtype, K):
+def test_matrix_product_of_a_row_is_bit_identical_alone_and_in_a_batch(dtype, K):
     x, w, bias = tensors(70, 70, K, dtype)
     whole, on_two = on_threads(lambda: product(x, w, bias), (1, 2))
     assert torch.equal(on_two, whole)
@@ -53,7 +53,7 @@ def test_row_of_a_matrix_product_is_bit_identical_alone_and_in_a_batch(dtype, K)
     [(384, 1, 1), (385, 47, 5), (401, 97, 1023), (500, 48, 1024), (481, 49, 1027), (390, 100, 2052), (200, 50, 2305)],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_matrix_product_of_many_rows_is_bit_identical_to_products_of_few_rows(dtype, M, N, K):
+def test_matrix_product_of_many_rows_is_bit_identical_to_separate_products_of_few_rows(dtype, M, N, K):
     """So many rows that w is packed as well, in chunks of rows, strips of columns and blocks of terms that end anywhere."""
     x, w, bias = tensors(M, N, K, dtype)
     y = tensors(M, N, 1, dtype)[0] * torch.ones(1, N, dtype=dtype)
@@ -67,14 +67,14 @@ def test_matrix_product_of_many_rows_is_bit_identical_to_products_of_few_rows(dt
 
 
 @pytest.mark.parametrize("rows", [1, 40, 400])
-def test_matrix_product_with_an_empty_inner_dimension_is_bias_plus_the_accumulated_output(rows):
+def test_matrix_product_with_empty_inner_dimension_adds_only_the_bias_to_the_output(rows):
     x, w, bias, y = torch.empty(rows, 0), torch.empty(50, 0), torch.arange(50.0), torch.full((rows, 50), 3.0)
     assert torch.equal(product(x, w), torch.zeros(rows, 50))
     assert torch.equal(product(x, w, bias, y), y + bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_matrix_product_of_strided_views_reads_and_writes_only_their_columns(dtype):
+def test_matrix_product_of_strided_views_reads_and_writes_only_columns_of_the_views(dtype):
     x, w, _ = tensors(450, 60, 40, dtype)
     wide_x, wide_w, wide_y = (
         torch.full((450, 50), float("nan"), dtype=dtype),
@@ -97,7 +97,7 @@ def test_float32_matrix_product_sums_its_terms_one_by_one_in_ascending_order(row
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_matrix_product_is_bit_identical_if_its_rows_do_not_fit_the_buffer_at_once(dtype):
+def test_matrix_product_split_into_several_buffers_of_rows_is_bit_identical(dtype):
     """So many rows of so many terms that they do not fit into the memory for packed rows at once."""
     x, w, _ = tensors(700, 200, 16384, dtype)
     whole = product(x, w)

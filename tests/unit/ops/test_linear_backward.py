@@ -43,7 +43,7 @@ def test_linear_gradient_of_the_weight_matches_float64(T, N, K, dtype, out, tole
 
 
 @pytest.mark.parametrize("dtype, out", [kind[:2] for kind in KINDS], ids=str)
-def test_linear_gradients_are_bit_identical_on_any_number_of_threads(dtype, out):
+def test_linear_gradients_are_bit_identical_for_any_number_of_threads(dtype, out):
     T, N, K = 700, 1100, 500
     dy, w, x = drawn(T, N, dtype=dtype), drawn(N, K, dtype=dtype), drawn(T, K, dtype=dtype)
 
@@ -58,7 +58,7 @@ def test_linear_gradients_are_bit_identical_on_any_number_of_threads(dtype, out)
         assert torch.equal(dx, found[0][0]) and torch.equal(dw, found[0][1])
 
 
-def test_linear_gradient_does_not_reuse_buffered_rows_of_an_earlier_product_of_equal_shape():
+def test_linear_gradient_does_not_reuse_packed_inputs_of_an_earlier_call_with_equal_shape():
     """Equal shapes in turn: what a thread has packed for one product must not serve the next."""
     first, w, results = drawn(60, 40, dtype=torch.float32), drawn(40, 20, dtype=torch.float32), []
     for dy in (first, -first):
@@ -68,7 +68,7 @@ def test_linear_gradient_does_not_reuse_buffered_rows_of_an_earlier_product_of_e
     assert torch.equal(results[0], -results[1])
 
 
-def test_linear_gradient_of_the_input_writes_only_its_columns_and_zeros_for_an_empty_sum():
+def test_linear_input_gradient_writes_only_the_columns_of_its_output_view():
     dy, w, wide = drawn(9, 30, dtype=torch.float32), drawn(30, 50, dtype=torch.float32), torch.zeros(9, 80)
     C.linear_backward_input(dy[:, 5:20], w[5:20], wide[:, 10:60], False)
     assert_close(wide[:, 10:60], dy[:, 5:20].double() @ w[5:20].double(), 2e-6)

@@ -77,7 +77,7 @@ def test_value_loss_on_cuda_matches_the_cpu(dtype, rtol):
             assert gpu.metrics[name] == pytest.approx(value, rel=rtol * 10, abs=rtol), name
 
 
-def test_losses_and_advantages_on_cuda_are_bit_identical_if_they_are_repeated():
+def test_repeated_losses_and_advantages_on_cuda_are_bit_identical():
     rng = np.random.default_rng(2)
     x, data = cases.batch(rng, max_rows=5, max_len=700)
     data = {k: torch.as_tensor(v, dtype=torch.float32).cuda() for k, v in data.items()}
@@ -86,7 +86,7 @@ def test_losses_and_advantages_on_cuda_are_bit_identical_if_they_are_repeated():
     assert all(torch.equal(r.grad_logprobs, runs[0].grad_logprobs) and r.metrics == runs[0].metrics for r in runs)
 
 
-def test_loss_inputs_on_two_devices_are_an_error_that_names_the_devices():
+def test_error_for_loss_inputs_on_two_devices_names_the_devices():
     with pytest.raises(ValueError, match="mask is on cpu; expected cuda"):
         ops.gae(
             torch.zeros(1).cuda(), torch.zeros(1, 2).cuda(), torch.ones(1, 2), ops.GAEConfig(gamma=1.0, gae_lambda=1.0)

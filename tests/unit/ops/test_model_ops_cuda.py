@@ -60,7 +60,7 @@ def test_linear_on_cuda_matches_the_cpu(shape, dtype, bound, out):
     "dtype, out", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
 )
 @pytest.mark.parametrize("N, K", [(64, 64), (96, 40), (64, 33), (2048, 1024), (4099, 256)])
-def test_row_of_a_cuda_matrix_product_is_bit_identical_in_every_batch(dtype, out, N, K):
+def test_cuda_matrix_product_of_a_row_is_bit_identical_in_every_batch(dtype, out, N, K):
     x, w = randn(9000, K, dtype=dtype).cuda(), randn(N, K, dtype=dtype, seed=1).cuda()
     whole = torch.empty(9000, N, device="cuda", dtype=out)
     C.linear_forward(x, w, None, whole)
@@ -197,7 +197,7 @@ def test_copying_a_kv_cache_block_on_cuda_copies_the_same_positions_as_on_the_cp
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
 @pytest.mark.parametrize("rule", ["gated_delta", "mamba2"])
-def test_recurrences_on_cuda_match_the_cpu_and_are_bit_identical_in_chunks(rule, dtype, bound):
+def test_gated_recurrences_on_cuda_match_the_cpu_and_are_bit_identical_in_chunks(rule, dtype, bound):
     (P, U, dk, dv), (sequences, T) = (2, 4, 32, 48), ([(0, 80, -1, -1, False), (80, 40, 0, -1, False)], 120)
     qkv, a, b = (randn(T, n, dtype=dtype, seed=n) for n in (2 * P * dk + U * dv, U, U))
     heads = [randn(U, dtype=dtype, seed=i) for i in range(3)]
@@ -295,7 +295,7 @@ def test_sampling_and_scoring_on_cuda_are_bit_identical_and_match_the_cpu(rule):
     assert torch.allclose(logprobs[same], cpu_logprobs[same], atol=1e-4)
 
 
-def test_greedy_sampling_on_cuda_takes_the_first_maximum_and_flags_non_finite_rows():
+def test_greedy_sampling_on_cuda_takes_the_first_maximum_and_flags_non_finite_logits():
     logits = randn(3, 50, dtype=torch.float32)
     logits[0, 7] = logits[0, 9] = 9.0
     logits[1, 3] = float("nan")
@@ -304,7 +304,7 @@ def test_greedy_sampling_on_cuda_takes_the_first_maximum_and_flags_non_finite_ro
     assert C.sample_rows(logits.cuda(), torch.zeros(3, dtype=torch.float64), greedy)[0].tolist() == [7, -1, -1]
 
 
-def test_float64_on_cuda_is_rejected_with_the_key_to_change():
+def test_error_for_float64_on_cuda_names_the_key_to_change():
     x = torch.zeros(2, 4, dtype=torch.float64, device="cuda")
     with pytest.raises(ValueError, match="policy.precision"):
         C.swiglu_forward(x, torch.zeros(2, 2, dtype=torch.float64, device="cuda"))

@@ -15,7 +15,7 @@ def gradient(n, seed):
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
-def test_eight_bit_moments_are_next_to_the_exact_ones_whatever_the_scale_of_the_gradients():
+def test_eight_bit_adamw_moments_are_rounded_to_a_neighbour_of_the_exact_value():
     n = 200_000
     g = gradient(n, 0) * 10.0 ** (gradient(n, 1) * 2 - 4)
     g[:100] = 0
@@ -36,7 +36,7 @@ def test_eight_bit_moments_are_next_to_the_exact_ones_whatever_the_scale_of_the_
     assert (np.sign(got_m[got_m != 0]) == np.sign(g.numpy()[got_m != 0])).all()
 
 
-def test_eight_bit_moments_are_unbiased():
+def test_eight_bit_adamw_moments_are_unbiased():
     n = 20_000
     w, g, m, v = torch.zeros(n), torch.full((n,), -0.37), torch.zeros(n, dtype=U8), torch.zeros(n, dtype=U8)
     for step in range(1, 2001):
@@ -57,14 +57,14 @@ def bowl(first, second):
 
 
 @pytest.mark.parametrize("dtype, bound", [(BF16, 0.02), (U8, 0.04)], ids=["bfloat16", "uint8"])
-def test_weights_after_300_steps_with_optimizer_state_are_close_to_those_with_float32_moments(dtype, bound):
+def test_weights_after_300_adamw_steps_with_8_bit_moments_are_close_to_float32_moments(dtype, bound):
     exact, found = bowl(F32, F32), bowl(dtype, dtype)
     error = float((exact - found).norm() / exact.norm())
     print(f"{dtype}: {error:.4f} of what the weights have moved")
     assert 0 < error < bound
 
 
-def test_eight_bit_moments_are_bit_identical_in_shards():
+def test_eight_bit_adamw_moments_are_bit_identical_for_sharded_and_whole_tensors():
     g = gradient(5000, 2)
     whole, parts = ([torch.ones(5000), torch.zeros(5000, dtype=U8), torch.zeros(5000, dtype=U8)] for _ in range(2))
     for step in (1, 2, 3):
@@ -75,12 +75,12 @@ def test_eight_bit_moments_are_bit_identical_in_shards():
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
-def test_one_eight_bit_moment_alone_is_an_error():
+def test_only_one_of_the_two_adamw_moments_in_8_bits_is_an_error():
     with pytest.raises(ValueError, match="both moments are uint8, or none"):
         C.adamw_step(torch.zeros(4), torch.zeros(4), torch.zeros(4), torch.zeros(4, dtype=U8), None, **SETTINGS, step=1)
 
 
-def test_halves_of_hand_computed_weights():
+def test_float32_weights_split_into_bfloat16_and_remainder_match_hand_computed_bits():
     one = 0x3F800000  # 1.0; a bfloat16 ends after 16 bits
     cases = {one: (one, 0), one + 5: (one, 5), one + 0x7FFF: (one, 0x7FFF), one + 0x8000: (one + 0x10000, -0x8000),
              one + 0x18000: (one + 0x20000, -0x8000), one + 0xFFFF: (one + 0x10000, -1)}  # fmt: skip
@@ -92,7 +92,7 @@ def test_halves_of_hand_computed_weights():
 
 
 @pytest.mark.parametrize("moments", [F32, BF16, U8], ids=["float32", "bfloat16", "uint8"])
-def test_master_weights_with_remainders_equal_float32_master_weights_bit_for_bit(moments):
+def test_master_weights_stored_as_bfloat16_and_remainders_equal_float32_master_weights(moments):
     n, settings = 40_000, SETTINGS | {"lr": 1e-3, "weight_decay": 0.1}
     w = gradient(n, 3)
     compute, remainders = torch.empty(n, dtype=BF16), torch.empty(n, dtype=torch.int16)

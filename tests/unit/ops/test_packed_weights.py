@@ -104,7 +104,7 @@ def test_matrix_products_with_packed_weights_return_zeros_and_subnormals_exactly
 
 
 @PACKS
-def test_packed_weights_are_used_only_in_products_with_the_matrix_they_were_made_from():
+def test_packed_weights_are_used_only_for_products_with_their_source_matrix():
     w = normal(64, 64, seed=5)
     packed = pack(w)
     x, expected = normal(2, 64), forward(normal(2, 64), w)
@@ -135,7 +135,7 @@ def test_packed_weights_are_used_only_in_products_with_the_matrix_they_were_made
 
 @pytest.mark.parametrize("shape,dtype,gated", [((48, 64), torch.bfloat16, False), ((32, 64), torch.bfloat16, True), ((64, 60), torch.bfloat16, False),
                                                ((64, 64), torch.float32, False), ((0, 64), torch.bfloat16, False)])  # fmt: skip
-def test_unsupported_matrices_are_not_packed(shape, dtype, gated):
+def test_matrices_of_unsupported_shape_or_dtype_are_not_packed(shape, dtype, gated):
     w = torch.ones(shape, dtype=dtype)
     packed = pack(w, gated)
     assert not packed.holds(w) and packed.bytes == 0

@@ -78,14 +78,14 @@ def compare(forward, backward, function, arguments, d_out, bound):
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
-def test_recurrences_and_their_gradients_match_a_slow_reference(name, shape, dtype, bound):
+def test_gated_recurrences_and_their_gradients_match_a_reference_implementation(name, shape, dtype, bound):
     d_out = draw(TOKENS, shape[1] * shape[3], dtype=dtype, seed=6)
     RULES[name].compare(shape, RULES[name].inputs(shape, dtype), d_out, bound)
 
 
 @pytest.mark.parametrize("rule", [DELTA, FREE], ids=["gated_delta", "mamba2"])
 @pytest.mark.parametrize("rate", [-6.0, 3.0])
-def test_gradients_of_recurrences_match_the_reference_for_slow_and_fast_decaying_states(rate, rule):
+def test_recurrence_gradients_match_the_reference_for_slowly_and_quickly_decaying_states(rate, rule):
     """A decay near 1 over all tokens, and states that are forgotten within a few of them."""
     shape = BOTH[0]
     arguments, d_out = rule.inputs(shape, torch.float64), draw(TOKENS, 4 * 32, dtype=torch.float64, seed=6)
@@ -96,7 +96,7 @@ def test_gradients_of_recurrences_match_the_reference_for_slow_and_fast_decaying
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
-def test_short_convolution_and_its_gradients_match_a_slow_reference(dtype, bound, with_bias):
+def test_short_convolution_and_its_gradients_match_a_reference_implementation(dtype, bound, with_bias):
     x, w, dy, *bias = (
         draw(*size, dtype=dtype, seed=i)
         for i, size in enumerate([(TOKENS, 80), (80, 4), (TOKENS, 80), *[(80,)] * with_bias])
@@ -110,7 +110,7 @@ def test_short_convolution_and_its_gradients_match_a_slow_reference(dtype, bound
 
 @pytest.mark.parametrize("groups", [0, 1, 3])
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
-def test_gated_rms_norm_and_its_gradients_match_a_slow_reference(groups, dtype, bound):
+def test_gated_rms_norm_and_its_gradients_match_a_reference_implementation(groups, dtype, bound):
     """In groups the norm follows the gate (Mamba-2); without groups it is over each head and comes first."""
     x, z, dy = (draw(TOKENS, 96, dtype=dtype, seed=i) for i in range(3))
     w, more = draw(96 if groups else 32, dtype=dtype, seed=4), (1e-6, groups) if groups else (1e-6,)
@@ -121,7 +121,7 @@ def test_gated_rms_norm_and_its_gradients_match_a_slow_reference(groups, dtype, 
     assert torch.equal(C.gated_norm(x[7:9], z[7:9], w, *more), C.gated_norm(x, z, w, *more)[7:9])
 
 
-def test_gated_delta_ops_match_the_functions_of_transformers():
+def test_gated_delta_net_ops_match_transformers():
     modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
     shape = P, U, dk, dv, W = BOTH[0]
     qkv, b, a, A_log, dt_bias = DELTA.inputs(shape, torch.float32, 100)
@@ -140,7 +140,7 @@ def test_gated_delta_ops_match_the_functions_of_transformers():
     assert relative_gap(C.gated_norm(x, z, norm.weight.data, 1e-6), norm(x, z).detach().double()) < 1e-6
 
 
-def test_mamba2_ops_match_the_functions_of_transformers():
+def test_mamba2_ops_match_transformers():
     modeling = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
     P, U, dk, dv, _ = shape = BOTH[0]
     vkq, a, A_log, dt_bias, D = FREE.inputs(shape, torch.float32, 100)
@@ -175,7 +175,7 @@ def in_chunks(rule, arguments, w, bias, shape, chunk):
 
 @pytest.mark.parametrize(("name", "shape"), [case for case in CASES if case[0] != "mamba2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_outputs_of_recurrences_are_bit_identical_for_any_chunks_packing_prefix_and_threads(name, shape, dtype):
+def test_recurrence_outputs_are_bit_identical_for_any_chunks_packing_prefix_sharing_and_threads(name, shape, dtype):
     rule, of_tokens = RULES[name], RULES[name].of_tokens
     arguments = rule.inputs(shape, dtype)
     w = draw(arguments[0].shape[1], shape[4], dtype=dtype, seed=7)
@@ -195,7 +195,7 @@ def test_outputs_of_recurrences_are_bit_identical_for_any_chunks_packing_prefix_
 
 
 @pytest.mark.parametrize("rule", [DELTA, FREE], ids=["gated_delta", "mamba2"])
-def test_gradients_of_recurrences_are_bit_identical_for_any_threads_and_packing(rule):
+def test_recurrence_gradients_are_bit_identical_for_any_number_of_threads_and_any_packing(rule):
     shape, count, rows = BOTH[0], rule.of_tokens, slice(82, 152)
     arguments, d_out = rule.inputs(shape, torch.float32), draw(TOKENS, 4 * 32, dtype=torch.float32, seed=6)
     results = on_threads(lambda: rule.backward(d_out, arguments, shape), (1, 2))
@@ -206,7 +206,7 @@ def test_gradients_of_recurrences_are_bit_identical_for_any_threads_and_packing(
 
 
 @pytest.mark.parametrize("rule", [DELTA, FREE], ids=["gated_delta", "mamba2"])
-def test_nan_in_one_sequence_does_not_change_the_recurrent_state_of_the_next(rule):
+def test_nan_in_one_packed_sequence_does_not_change_the_recurrent_state_of_the_next_sequence(rule):
     arguments = rule.inputs(BOTH[0], torch.float32)
     before = rule.forward(arguments, BOTH[0])
     arguments[0][:82] = float("nan")
@@ -215,14 +215,14 @@ def test_nan_in_one_sequence_does_not_change_the_recurrent_state_of_the_next(rul
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 16, 16, 4), (1, 1, 24, 16, 4), (1, 1, 16, 16, 9)])
-def test_unsupported_gated_delta_shapes_raise_value_error(shape):
+def test_unsupported_gated_delta_net_shapes_raise_value_error(shape):
     with pytest.raises(ValueError, match="a recurrent layer with"):
         DELTA.forward(DELTA.inputs(shape, torch.float32, 3), shape, [(0, 3, -1, -1, False)])
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 40])
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
-def test_gate_per_head_and_its_gradients_match_torch(head_dim, dtype, bound):
+def test_per_head_output_gate_and_its_gradients_match_torch(head_dim, dtype, bound):
     x, dy = (draw(50, 3 * head_dim, dtype=dtype, seed=i) for i in range(2))
     gate = draw(50, 3, 2 * head_dim, dtype=dtype, seed=3)[..., head_dim:]
     formula = lambda a, g: a * g.reshape(50, -1).sigmoid()

@@ -30,7 +30,7 @@ def case(rng):
 
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-6), (torch.float32, 1e-5)])
-def test_value_loss_and_gradient_match_a_slow_reference(dtype, rtol, count):
+def test_value_loss_and_gradient_match_a_reference_implementation(dtype, rtol, count):
     rng = np.random.default_rng(0)
     for i in range(count):
         v, data = case(rng)
@@ -67,7 +67,7 @@ def test_value_loss_matches_hand_computed_values():
     assert low.metrics["vf_clipfrac"] == pytest.approx(1.0)
 
 
-def test_value_loss_accepts_values_with_a_trailing_dimension_and_sums_over_micro_batches():
+def test_value_loss_sums_over_micro_batches_and_accepts_values_with_a_trailing_dimension():
     rng = np.random.default_rng(1)
     v = torch.as_tensor(rng.normal(size=(6, 30)))
     data = {k: torch.as_tensor(rng.normal(size=(6, 30))) for k in ("returns", "values")}
@@ -81,7 +81,7 @@ def test_value_loss_accepts_values_with_a_trailing_dimension_and_sums_over_micro
     assert float(whole) == pytest.approx(float(sum(parts)), rel=1e-12)
 
 
-def test_value_loss_is_zero_without_valid_tokens_and_names_the_place_of_non_finite_values():
+def test_value_loss_is_zero_without_valid_tokens_and_raises_for_non_finite_values():
     data = {name: torch.zeros(2, 3) for name in ("returns", "values", "token_mask")} | {"sample_mask": torch.ones(2)}
     fn = MseValueLossFn(MseValueLossConfig())
     r = fn.native(torch.ones(2, 3), data, 2.0, 0.0)

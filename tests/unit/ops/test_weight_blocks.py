@@ -53,7 +53,7 @@ def test_bfloat16_and_equal_float32_weights_are_quantised_to_the_same_blocks(kin
     assert torch.equal(blocks_of(w, kind), blocks_of(w.float(), kind))
 
 
-def test_weights_quantised_to_nf4_equal_those_of_a_slow_reference():
+def test_weights_quantised_to_nf4_match_a_reference_implementation():
     assert np.allclose(weight_blocks.NORMAL_FLOATS, weight_blocks.normal_floats(), atol=1e-6)
     w = weights_of_every_kind()
     slow = [weight_blocks.encoded_nf4(row[k : k + 32].tolist()) for row in w for k in range(0, 96, 32)]
@@ -71,7 +71,7 @@ def test_nf4_quantisation_error_is_smaller_than_that_of_bitsandbytes():
     assert (ours - w).norm() < 0.85 * (theirs.view(w.shape) - w).norm()
 
 
-def test_dequantised_nf4_weights_equal_those_of_a_slow_reference():
+def test_dequantised_nf4_weights_match_a_reference_implementation():
     """Every code, with scales of all magnitudes."""
     draw = np.random.default_rng(0)
     raw = draw.integers(0, 256, (4096, 20), dtype=np.uint8)
@@ -95,7 +95,7 @@ def blocks_of_every_scale(kind):
 
 
 @pytest.mark.parametrize("kind", GGML)
-def test_dequantised_weights_equal_those_of_reference_decoders(kind):
+def test_dequantised_weights_of_every_format_match_reference_decoders(kind):
     raw = blocks_of_every_scale(kind)
     matrix = from_rows(torch.from_numpy(raw), 32, kind)
     ours = dense(matrix, 32)
@@ -107,7 +107,7 @@ def test_dequantised_weights_equal_those_of_reference_decoders(kind):
 
 @pytest.mark.parametrize("kind", GGML)
 @pytest.mark.parametrize("rows", [1, 8])
-def test_products_of_unit_vectors_are_the_dequantised_weights_for_every_scale(kind, rows):
+def test_products_of_unit_vectors_with_quantised_weights_equal_the_dequantised_weights(kind, rows):
     blocks = from_rows(torch.from_numpy(blocks_of_every_scale(kind)), 32, kind)
     w = dense(blocks, 32, torch.bfloat16).float()
     for x in torch.eye(32, dtype=torch.bfloat16).split(rows):
@@ -190,19 +190,19 @@ ROWS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CPU_CAPABILITIES)
-def test_products_with_a_quantised_matrix_are_bit_identical_to_those_with_its_dequantised_copy(capability):
+def test_products_with_quantised_and_dequantised_weights_are_bit_identical(capability):
     used = under(capability, "-c", USED + PRODUCTS + SHAPES.format(140) + ROWS).strip()
     if used != capability:
         pytest.skip(f"this machine has no {capability}, {used} would be used")
 
 
-def test_products_with_quantised_and_dequantised_matrices_are_bit_identical_on_this_cpu():
+def test_products_with_quantised_and_dequantised_matrices_are_bit_identical_on_the_current_cpu():
     exec(compile(PRODUCTS + SHAPES.format(70), "products", "exec"), {})  # noqa: S102
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("rows", [1, 5, 12])
-def test_products_with_quantised_matrices_that_underflow_or_overflow_equal_dequantised_ones(kind, rows):
+def test_underflow_and_overflow_in_products_are_equal_for_quantised_and_dequantised_weights(kind, rows):
     """Zero weights with both signs of the scale, products below the smallest number, and infinite scales."""
     w = normal(70, 128, seed=8)
     w[3], w[4], w[20:25, ::2] = 0.0, 1e-8, 0.0
@@ -221,7 +221,7 @@ def test_products_with_quantised_matrices_that_underflow_or_overflow_equal_dequa
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_rows_written_to_a_matrix_in_parts_are_read_and_dequantised_like_all_at_once(kind):
+def test_quantised_matrix_written_in_parts_equals_a_matrix_written_at_once(kind):
     """The parts begin and end within tiles of 16 rows."""
     w, parts = normal(75, 96, seed=10), C.zero_blocks(75, 96, kind)
     whole, first = blocks_of(w, kind), 0
@@ -244,7 +244,7 @@ def test_input_gradient_through_quantised_weights_matches_autograd():
     assert ((dx - x.grad).norm() / x.grad.norm()).item() < 1e-6
 
 
-def test_unsupported_formats_and_shapes_of_quantised_weights_are_errors():
+def test_unsupported_quantisation_formats_and_shapes_are_errors():
     with pytest.raises(ValueError, match="q8_0, q4_0 or nf4, not q5_1"):
         C.block_bytes("q5_1")
     with pytest.raises(ValueError, match="a matrix of 32 columns in blocks"):

@@ -34,7 +34,7 @@ def wheel(tmp_path):
     return path
 
 
-def test_wheel_built_for_another_torch_version_requires_that_version(wheel):
+def test_wheel_built_for_another_torch_version_requires_that_torch_version(wheel):
     load("wheel_requires").replace_requirement(wheel, "torch==2.15.0", "torch==2.14.1")
     with zipfile.ZipFile(wheel) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
@@ -47,7 +47,7 @@ def test_wheel_built_for_another_torch_version_requires_that_version(wheel):
     assert files["x/_C.so"] == b"\0\1"
 
 
-def test_replacing_a_requirement_that_the_wheel_does_not_have_is_an_error(wheel):
+def test_replacing_a_requirement_that_is_missing_in_the_wheel_is_an_error(wheel):
     with pytest.raises(ValueError, match="0 lines of .* require torch==2.9.0, expected one"):
         load("wheel_requires").replace_requirement(wheel, "torch==2.9.0", "torch==2.14.1")
 
@@ -56,7 +56,7 @@ class Asked(Exception):
     pass
 
 
-def test_build_creates_an_environment_only_if_build_tools_are_missing(monkeypatch):
+def test_wheel_build_creates_an_environment_only_if_build_tools_are_missing(monkeypatch):
     backend = load("nemo_rl_build")
     asked = []
 
@@ -84,7 +84,7 @@ def test_torch_version_is_equal_in_build_requirements_package_and_container_file
     assert len(found) >= 4 and len(set(found)) == 1
 
 
-def test_every_dependency_is_imported_by_the_package():
+def test_every_declared_dependency_is_imported_by_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
     named = {re.match(r"[\w.-]+", line)[0] for lines in (project["dependencies"], *extras) for line in lines}

@@ -173,7 +173,7 @@ def test_nemo_rl_recipes_with_unsupported_quantization_are_errors(walk):
         assert not any(word in name for word in ("fp8", "nvfp4", "eagle", "vlm", "modelopt")), name
 
 
-def test_asynchronous_nemo_rl_recipes_train_and_generate_in_two_processes(walk):
+def test_asynchronous_nemo_rl_recipes_use_separate_processes_for_training_and_generation(walk):
     beside = {name: config for name, config in loaded(walk).items() if "async" in name and "gym" not in name}
     assert len(beside) >= 11
     for name, config in beside.items():
@@ -183,13 +183,13 @@ def test_asynchronous_nemo_rl_recipes_train_and_generate_in_two_processes(walk):
         assert (trainers_of(config), engines_of(config)) == (1, 1), name
 
 
-def test_adam_of_transformer_engine_is_read_as_adamw_with_the_same_moment_dtype(walk):
+def test_transformer_engine_adam_is_replaced_by_adamw_with_the_same_moment_dtype(walk):
     config = walk["recipes/llm/grpo-glm47-flash-4n8g-automodel.yaml"].policy.optimizer
     assert (config.name, config.kwargs.lr, config.kwargs.weight_decay) == ("torch.optim.AdamW", 1e-6, 0.1)
     assert (config.kwargs.exp_avg_dtype, config.kwargs.exp_avg_sq_dtype) == ("bfloat16", "bfloat16")
 
 
-def test_windowed_sampler_of_nemo_rl_limits_the_age_of_rollouts(walk):
+def test_windowed_sampler_of_nemo_rl_sets_the_maximum_age_of_rollouts(walk):
     name = "recipes/llm/grpo-llama3.1-8b-instruct-2n8g-async-1off-single-controller-streaming2.yaml"
     assert walk[name].async_rl.sampler.name == "windowed"
     assert walk[name].grpo.async_grpo.enabled and walk[name].grpo.async_grpo.max_trajectory_age_steps == 1

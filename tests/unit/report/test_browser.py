@@ -83,7 +83,7 @@ def test_charts_of_the_report_draw_and_export_without_errors_or_network_requests
     assert browser.errors == [] and all(address.startswith(("file:", "data:", "blob:")) for address in browser.requests)
 
 
-def test_report_shows_the_responses_of_a_group_with_ground_truth_and_coloured_tokens(browser, run):
+def test_report_shows_responses_of_a_group_with_ground_truth_and_coloured_tokens(browser, run):
     browser.open(write(run, "finished").path)
     sample = browser.ask(
         "(() => { const s = document.querySelector('.sample'); return { truth: s.querySelector('.truth code').textContent,"
@@ -105,7 +105,7 @@ def test_report_shows_the_responses_of_a_group_with_ground_truth_and_coloured_to
     assert browser.errors == []
 
 
-def test_report_of_an_unfinished_run_updates_and_keeps_zoom_and_scroll_position(browser, run):
+def test_report_of_a_running_training_updates_and_keeps_zoom_and_scroll_position(browser, run):
     writer = write(run, "running")
     browser.open(writer.path)
     assert browser.ask("document.getElementById('live').textContent") == "❚❚ live"
@@ -133,7 +133,7 @@ def test_report_of_an_unfinished_run_updates_and_keeps_zoom_and_scroll_position(
 
 
 @pytest.mark.parametrize("width", [400, 1280])
-def test_report_pages_fit_the_width_of_the_browser_window(browser, run, tmp_path, width):
+def test_report_pages_need_no_horizontal_scrolling(browser, run, tmp_path, width):
     synthetic_run.write_run(tmp_path / "a_second_run_with_a_long_name", steps=12, seed=3)
     page = tmp_path / "compare.html"
     page.write_text(compare_runs([run, tmp_path / "a_second_run_with_a_long_name"]).page())

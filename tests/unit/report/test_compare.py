@@ -66,7 +66,7 @@ def test_confidence_interval_of_a_difference_matches_newcombes_published_example
     assert newcombe(a, b) == pytest.approx((0.0524, 0.3339), abs=2e-3)
 
 
-def test_compare_command_rejects_invalid_folders_with_the_reason(tmp_path, capsys):
+def test_compare_command_gives_an_error_with_the_reason_for_invalid_folders(tmp_path, capsys):
     run = write_log(tmp_path / "exp_002", 0.5)
     for words, message in (
         ([str(run), str(tmp_path)], "is given twice"),
@@ -78,13 +78,13 @@ def test_compare_command_rejects_invalid_folders_with_the_reason(tmp_path, capsy
     assert "two log folders or more" in capsys.readouterr().err
 
 
-def test_compare_command_takes_the_newest_run_of_a_log_folder(tmp_path):
+def test_compare_command_uses_the_newest_run_in_a_log_folder(tmp_path):
     for number in ("exp_2", "exp_10", "exp_x"):
         write_log(tmp_path / number, 0.5)
     assert run_folder(tmp_path).name == "exp_10"
 
 
-def test_compare_command_reports_which_run_has_no_readable_configuration(tmp_path, capsys):
+def test_compare_command_names_a_run_whose_configuration_cannot_be_read(tmp_path, capsys):
     folders = [write_log(tmp_path / name, 0.5) for name in ("a", "b", "c")]
     (folders[1] / "hyperparams.json").unlink()
     page = tmp_path / "page.html"

@@ -71,7 +71,9 @@ CASES = [
 @pytest.mark.parametrize(
     "function, triggers, level, words, silent", CASES, ids=[f"{c[0].__name__}-{c[2]}-{i}" for i, c in enumerate(CASES)]
 )
-def test_each_warning_of_the_report_appears_for_its_metrics_alone(function, triggers, level, words, silent):
+def test_each_report_warning_appears_only_for_metrics_that_justify_the_warning(
+    function, triggers, level, words, silent
+):
     finding = function(triggers)
     assert finding is not None, "the history should trigger it"
     assert finding.level == level and words in finding.title, finding
@@ -79,7 +81,7 @@ def test_each_warning_of_the_report_appears_for_its_metrics_alone(function, trig
     assert function(silent) is None
 
 
-def test_every_warning_of_the_report_accepts_empty_and_non_finite_metrics():
+def test_every_report_warning_accepts_empty_and_non_finite_metrics():
     assert {case[0] for case in CASES} == set(RULES)
     names = {name for case in CASES for name in case[1].names()}
     for values in ([], [0.0], [math.nan], [math.inf] * 30, [0.0] * 30, [-1.0] * 30):
@@ -88,7 +90,7 @@ def test_every_warning_of_the_report_accepts_empty_and_non_finite_metrics():
             assert finding.level in LEVELS
 
 
-def test_warnings_of_the_report_are_sorted_by_severity():
+def test_report_warnings_are_sorted_by_severity():
     history = H(train__token_mult_prob_error=[1.0] * 12, train__kl_penalty=[0.8], train__loss=[math.nan] * 12)
     assert [finding.level for finding in find(history)] == ["bad", "warn", "good"]
 
@@ -133,7 +135,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("case", CAUSES)
-def test_warning_about_missing_gradients_names_the_actual_cause(case):
+def test_warning_about_zero_gradients_names_the_actual_cause(case):
     history, words = CAUSES[case]
     found = {finding.metric: finding for finding in find(history) if finding.level == "bad"}
     for metric in ("train/grad_norm", "train/groups/pct_equal"):
@@ -142,13 +144,13 @@ def test_warning_about_missing_gradients_names_the_actual_cause(case):
     assert all("easier prompts" not in finding.advice for finding in found.values())
 
 
-def test_warning_about_responses_that_fill_the_context_does_not_advise_more_max_new_tokens():
+def test_warning_about_a_full_context_does_not_advise_to_raise_max_new_tokens():
     found = findings.truncation(silent(truncation_rate=0.5, mean_gen_tokens_per_sample=30.0, mean_prompt_length=90.0))
     assert found.title == "50 % of responses were cut off at the end of the context"
     assert "max_total_sequence_length = 128" in found.advice
 
 
-def test_warnings_about_groups_are_omitted_if_the_estimator_does_not_compare_groups():
+def test_group_warnings_are_omitted_if_the_advantage_estimator_uses_no_groups():
     ppo = {"ppo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 1}}
     plus_plus = settings(grpo={"num_generations_per_prompt": 1, "adv_estimator": {"name": "reinforce_plus_plus"}})
     for given in (ppo, {"ppo": {**ppo["ppo"], "num_generations_per_prompt": 8}}, plus_plus):
@@ -166,7 +168,7 @@ DEAD = {
 ALIVE = {"grad_norm": 1.0, "reward": 0.5, "groups/pct_equal": 10.0, "token_mult_prob_error": 1.0}
 
 
-def test_run_whose_rewards_are_all_equal_prints_one_warning_and_lists_it_in_the_final_table():
+def test_run_with_equal_rewards_prints_one_warning_and_repeats_the_warning_in_the_final_table():
     alerts = Alerts()
     said = [alerts.step(step, DEAD) for step in range(1, 11)]
     assert said[:2] == [[], []] and said[3:] == [[]] * 7
@@ -182,7 +184,7 @@ def test_run_with_healthy_metrics_gives_no_warning():
     assert not Alerts().learned_nothing and Alerts().table() == {}
 
 
-def test_warning_that_becomes_serious_during_the_run_is_printed_then():
+def test_warning_is_printed_once_it_becomes_serious_during_the_run():
     alerts = Alerts()
     for step in range(1, 11):
         assert alerts.step(step, ALIVE) == []
@@ -190,7 +192,7 @@ def test_warning_that_becomes_serious_during_the_run_is_printed_then():
     assert len(said) == 1 and "token_mult_prob_error reached 1.2" in said[0]
 
 
-def test_two_serious_warnings_are_printed_in_two_rows_of_the_final_table():
+def test_each_serious_warning_has_a_separate_row_in_the_final_table():
     alerts = Alerts({"data": {"max_input_seq_length": 9}})
     for step in range(1, 4):
         alerts.step(step, DEAD | {"cut_prompts_rate": 1.0, "token_mult_prob_error": 2.0})

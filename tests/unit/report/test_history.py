@@ -5,7 +5,7 @@ from nemo_rl_cpp.report.history import MetricHistory, downsample, validation_wor
 from synthetic_run import history_of
 
 
-def test_metric_history_is_in_step_order_and_keeps_the_last_value_of_a_step():
+def test_metric_history_is_sorted_by_step_and_keeps_the_last_value_of_each_step():
     rows = [{"step": 2, "a": 2.0}, {"step": 1, "a": 1.0, "text": "x", "list": [1]}, {"step": 2, "a": 3.0}, {"a": 9.0}]
     history = MetricHistory([*rows, {"step": 3, "a": "nan", "b": "inf"}])
     assert history.curve("a").steps == [1, 2, 3] and history.curve("a").values[:2] == [1.0, 3.0]
@@ -32,7 +32,7 @@ def test_incomplete_rows_of_metrics_jsonl_are_skipped(tmp_path):
     assert MetricHistory.of_file(tmp_path / "m", {}).by_step("a") == {1: 1, 2: 3}
 
 
-def test_downsampling_a_metric_keeps_every_spike_and_both_ends():
+def test_downsampled_metric_keeps_every_spike_and_both_end_points():
     ys = [0.0] * 10_000
     ys[1234], ys[5678] = 9.0, -9.0
     xs, kept = downsample(list(range(10_000)), ys, 400)
@@ -50,6 +50,6 @@ def test_downsampling_a_metric_keeps_every_spike_and_both_ends():
         ({}, "accuracy"),
     ],
 )
-def test_report_calls_the_validation_reward_accuracy_only_if_rewards_are_0_or_1(metrics, word):
+def test_validation_reward_is_called_accuracy_in_the_report_only_if_rewards_are_0_or_1(metrics, word):
     history = MetricHistory([{"step": 1} | {f"validation/{name}": value for name, value in metrics.items()}])
     assert validation_word(history) == word

@@ -19,7 +19,7 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def test_training_progress_is_printed_as_plain_lines_without_a_terminal(capsys, clock):
+def test_training_progress_is_printed_as_plain_lines_if_output_is_not_a_terminal(capsys, clock):
     with Progress(total_steps=3) as progress:
         assert progress.mode == "plain"
         clock.now += 10
@@ -38,7 +38,7 @@ def test_training_progress_is_printed_as_plain_lines_without_a_terminal(capsys, 
     assert "0.5 -> 0.75" in table and "0.1235" in table
 
 
-def test_line_of_a_step_shows_the_accuracy_only_if_it_is_not_the_reward(capsys):
+def test_progress_line_shows_the_accuracy_only_if_it_differs_from_the_reward(capsys):
     with Progress(total_steps=2) as progress:
         progress.step(1, {"reward": 0.078125, "accuracy": 0.0781250074505806})
         progress.step(2, {"reward": 0.078125, "accuracy": 0.25})
@@ -77,12 +77,12 @@ def test_remaining_time_of_a_resumed_run_is_estimated_from_its_steps_after_the_r
     assert progress.eta_seconds() == pytest.approx(2 * 48)
 
 
-def test_progress_line_of_a_run_of_unknown_length_shows_no_remaining_time():
+def test_progress_line_shows_no_remaining_time_for_runs_of_unknown_length():
     assert Progress(None, mode="quiet").eta_seconds() is None
     assert "left" not in Progress(None, mode="quiet").line()
 
 
-def test_progress_in_quiet_mode_prints_nothing(capsys):
+def test_no_progress_is_printed_in_quiet_mode(capsys):
     with Progress(1, mode="quiet") as progress:
         progress.phase("x")
         progress.step(1, {"reward": 1.0})

@@ -79,7 +79,7 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_report_page_has_all_sections_and_loads_no_other_file(run):
+def test_report_page_has_all_sections_and_loads_no_external_file(run):
     writer = ReportWriter(run, total_steps=60, title="exp_001")
     writer.update("finished", force=True)
     checker = check(writer.path.read_text())
@@ -147,7 +147,7 @@ def test_report_is_written_before_the_first_step(tmp_path):
     assert "No step has finished yet." in text and "running" in text
 
 
-def test_report_is_rewritten_at_limited_rate_and_reads_a_shortened_log_again(tmp_path, monkeypatch):
+def test_report_is_updated_at_a_limited_rate_and_reflects_a_truncated_log(tmp_path, monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.report.page._MIN_SECONDS", 3600)
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1, "train/reward": 0.25}\n')
@@ -163,7 +163,7 @@ def test_report_is_rewritten_at_limited_rate_and_reads_a_shortened_log_again(tmp
     assert "1 step done, reward 0.250. Stopped by Ctrl-C." in page and 'data-status="interrupted"' in page
 
 
-def test_report_that_cannot_be_written_is_reported_once_and_does_not_end_the_run(tmp_path, capsys, monkeypatch):
+def test_failure_to_write_the_report_gives_one_warning_and_does_not_end_the_run(tmp_path, capsys, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -211,7 +211,7 @@ def test_run_killed_at_any_time_leaves_a_complete_report(tmp_path):
     assert int(re.search(r"(\d+) steps? (?:done|:|$)|in (\d+) steps", page).group(2) or 0) >= 20
 
 
-def test_report_of_20000_steps_is_small_and_written_quickly(tmp_path):
+def test_report_of_20000_steps_is_small_and_is_written_quickly(tmp_path):
     history = MetricHistory()
     row = {"train/loss": 0.1, "timing/train/total_step_time": 1.0, "timing/train/generation": 0.5}
     for step in range(1, 20_001):
@@ -225,7 +225,7 @@ def test_report_of_20000_steps_is_small_and_written_quickly(tmp_path):
     assert len(means) == len(run["axes"][middles]) == 250 and all(abs(mean - 3) < 0.1 for mean in means)
 
 
-def test_report_shows_the_time_between_steps_separately_from_the_time_within_steps():
+def test_report_shows_time_between_steps_separately_from_time_within_steps():
     times = {"total_step_time": 6.0, "generation": 4.0, "checkpointing": 2.0, "prepare_for_generation/total": 1.0}
     history = MetricHistory([{"step": 1} | {f"timing/train/{name}": time for name, time in times.items()}])
     assert stage_shares(history) == {"generation": 0.5, "checkpointing": 0.25, "prepare_for_generation": 0.125}
@@ -240,7 +240,7 @@ def test_durations_in_the_report_have_at_most_two_units():
     assert [duration(s) for s in (3.21, 331, 3725)] == ["3.2 s", "5 min 31 s", "1 h 02 min"]
 
 
-def test_report_lists_the_configuration_keys_that_the_user_set_and_their_origin(tmp_path, monkeypatch):
+def test_report_lists_configuration_keys_set_by_the_user_with_their_origin(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.yaml").write_text("defaults: grpo_tiny.yaml\ngrpo:\n  max_num_steps: 9\n")
     values = {"policy.precision": "float32"}

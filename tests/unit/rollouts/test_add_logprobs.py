@@ -39,14 +39,14 @@ def add(policy, data, kl=0.0, threshold=None, age=0, estimator="grpo", **loss):
     return add_logprobs(policy, data, section, loop, 5)
 
 
-def test_old_logprobs_are_not_computed_if_generation_logprobs_equal_those_of_training():
+def test_old_logprobs_are_not_computed_if_generation_logprobs_equal_training_logprobs():
     policy, data = Policy(exact=True), batch()
     assert add(policy, data, use_kl_in_reward=True) == {"stale_samples": 0}
     assert policy.calls == [] and "prev_logprobs" not in data and "reference_policy_logprobs" not in data
 
 
 @pytest.mark.parametrize("exact, threshold", [(False, None), (True, 2.0)])
-def test_old_logprobs_are_computed_if_generation_logprobs_are_inexact_or_the_loss_needs_them(exact, threshold):
+def test_old_logprobs_are_computed_if_generation_logprobs_may_differ_or_the_loss_requires_it(exact, threshold):
     policy, data = Policy(exact), batch()
     add(policy, data, kl=0.01, threshold=threshold)
     assert policy.calls == ["policy", "reference"]
@@ -54,7 +54,7 @@ def test_old_logprobs_are_computed_if_generation_logprobs_are_inexact_or_the_los
 
 
 @pytest.mark.parametrize("age, first", [(0, -3.0), (1, -1.0)])  # with age 1 the loss corrects staleness
-def test_stale_samples_keep_generation_logprobs_as_old_ones_unless_the_loss_corrects_staleness(age, first):
+def test_stale_samples_use_generation_logprobs_as_old_logprobs_if_staleness_is_not_corrected(age, first):
     policy, data = Policy(exact=True), batch(versions=(4, 5))
     assert add(policy, data, age=age) == {"stale_samples": 1}
     assert data["prev_logprobs"].tolist() == [[first] * 3, [-1.0] * 3]
@@ -64,7 +64,7 @@ def test_stale_samples_keep_generation_logprobs_as_old_ones_unless_the_loss_corr
     ({"kl": 0.01}, False), ({"kl": 0.01, "use_kl_in_reward": True}, True), ({"estimator": "mine.Estimator"}, True),
     ({"estimator": "opd"}, True),
 ])  # fmt: skip
-def test_messages_without_generation_logprobs_get_old_logprobs_if_the_estimator_needs_them(settings, reads):
+def test_old_logprobs_are_computed_for_missing_generation_logprobs_if_the_estimator_needs_them(settings, reads):
     for lacks in (False, True):
         policy, data = Policy(exact=True), batch()
         data.lacks_generation_logprobs = lacks

@@ -13,7 +13,7 @@ def batch():
     })  # fmt: skip
 
 
-def test_error_for_a_missing_training_batch_field_names_the_stage_that_adds_it():
+def test_error_for_a_missing_training_batch_field_names_the_stage_that_adds_the_field():
     made = batch()
     with pytest.raises(MissingField, match="the batch has no advantages: the stage advantage_calculation adds them"):
         _ = made.advantages
@@ -26,7 +26,7 @@ def test_error_for_a_missing_training_batch_field_names_the_stage_that_adds_it()
     assert "advantages" in made and torch.equal(made["advantages"], torch.tensor([[1.0, 1, 1], [1, 1, 0]]))
 
 
-def test_training_batch_gives_ragged_tensors_by_attribute_and_padded_tensors_by_key():
+def test_training_batch_has_ragged_tensors_as_attributes_and_padded_tensors_as_items():
     made = batch()
     assert made.input_ids.tolist() == [1, 2, 3, 4, 5] and made["input_ids"].tolist() == [[1, 2, 3], [4, 5, 0]]
     assert made.offsets.tolist() == [0, 3, 5] and made.input_lengths.tolist() == [3, 2] and made.size == 2
@@ -57,7 +57,7 @@ def test_training_batch_can_be_read_and_written_as_a_mapping():
         made["input_lengths"] = torch.tensor([1, 1])
 
 
-def test_valid_mask_and_old_logprobs_are_computed_from_other_fields_of_a_training_batch():
+def test_valid_mask_and_old_logprobs_of_a_training_batch_are_derived_from_other_fields():
     made = batch()
     assert made.valid_mask.tolist() == [0, 1, 1, 0, 0] and made.is_valid.sum() == 2
     assert made.old_logprobs is made.generation_logprobs
@@ -65,7 +65,7 @@ def test_valid_mask_and_old_logprobs_are_computed_from_other_fields_of_a_trainin
     assert made.old_logprobs is made.prev_logprobs
 
 
-def test_error_for_a_missing_rollout_field_names_its_source():
+def test_error_for_a_missing_rollout_field_names_the_source_of_the_field():
     rows = Rollouts(total_reward=torch.tensor([1.0, 2.0]), note=["a", "b"])
     with pytest.raises(MissingField, match="the rollouts have no group_id: it comes from the prompt source"):
         _ = rows.group_id

@@ -69,7 +69,7 @@ def same(result, expected):
 
 
 @pytest.mark.parametrize("early", [[], [[3]], [[4, 0], [2], [1]], [[1], [0], [2, 3], [4]]])
-def test_rollout_result_does_not_depend_on_which_responses_are_scored_during_generation(early):
+def test_rollout_result_does_not_depend_on_whether_responses_are_scored_during_generation(early):
     expected, _ = rollout(FakeGeneration(lambda prompt, key: "x" * int(prompt)), {"a": Lengths(), "b": Lengths()})
     a, b = Lengths.remote(), Lengths.remote()
     result, _ = rollout(ReportingGeneration(early), {"a": a, "b": b})
@@ -90,7 +90,7 @@ def test_environment_scores_finished_responses_while_others_are_generated():
 @pytest.mark.parametrize(
     "environment", [Together.remote(), Lengths()], ids=["needs the whole batch", "no thread of its own"]
 )
-def test_environment_without_early_scoring_is_called_once_after_generation(environment):
+def test_environment_without_early_scoring_scores_all_responses_in_one_call_after_generation(environment):
     rollout(ReportingGeneration([[0], [1, 2]]), {"a": environment}, tasks="aaaaa")
     assert [len(call) for call in environment.calls] == [5]
 
@@ -119,6 +119,6 @@ def test_responses_that_finish_while_the_environment_is_busy_are_scored_in_one_c
     assert early.begun[1][1].result(30).rewards.tolist() == [1, 2, 1]
 
 
-def test_environment_error_while_responses_are_generated_is_raised_by_the_rollout():
+def test_environment_error_during_generation_is_raised_by_the_rollout():
     with pytest.raises(RuntimeError, match="cannot score xxxx"):
         rollout(ReportingGeneration([[2]]), {"a": Lengths.remote(fails_on="xxxx"), "b": Lengths.remote()})

@@ -22,7 +22,7 @@ def source(count=6, batch=2, generations=3, state=None, shuffle=False):
     return PromptSource(loader, generations, state or TrainState())
 
 
-def test_prompt_source_repeats_each_prompt_group_size_times_with_numbers_that_seed_sampling():
+def test_prompt_source_repeats_each_prompt_per_group_and_numbers_the_samples_for_seeding():
     batch = source().next()
     assert batch["idx"] == [0, 0, 0, 1, 1, 1]
     assert batch["draw_ids"].tolist() == [0, 0, 0, 1, 1, 1]
@@ -31,14 +31,14 @@ def test_prompt_source_repeats_each_prompt_group_size_times_with_numbers_that_se
     assert batch["stream"] == ["train"] * 6
 
 
-def test_prompt_drawn_again_in_the_next_epoch_gets_a_new_draw_id_and_new_samples():
+def test_prompt_repeated_in_the_next_epoch_gets_a_new_draw_id_and_new_samples():
     prompts_of = source(count=4, batch=2, generations=1)
     drawn = [prompts_of.next() for _ in range(4)]
     assert [b["idx"] for b in drawn] == [[0, 1], [2, 3], [0, 1], [2, 3]]
     assert [b["draw_ids"].tolist() for b in drawn] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_prompt_source_counts_an_epoch_as_finished_with_its_last_batch():
+def test_prompt_source_counts_an_epoch_as_finished_after_its_last_batch():
     prompts_of = source(count=5, batch=2)  # two batches an epoch, one row left over
     ended = []
     for _ in range(5):
@@ -67,7 +67,7 @@ def test_resumed_prompt_source_continues_with_the_next_rows_and_draw_ids():
     (5, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [0, 1, 2, 3, 4]], [1, 2, 2]),
     (10, [list(range(10))] * 2, [2, 3]),
 ])  # fmt: skip
-def test_prompt_source_resumed_with_larger_batches_skips_a_rest_of_the_epoch_that_is_too_small(batch, drawn, ended):
+def test_prompt_source_resumed_with_a_larger_batch_size_skips_an_incomplete_last_batch(batch, drawn, ended):
     first = source(count=10, batch=3, generations=1)
     first.next(), first.next()  # four rows are left
     second = source(count=10, batch=batch, generations=1)
@@ -77,12 +77,12 @@ def test_prompt_source_resumed_with_larger_batches_skips_a_rest_of_the_epoch_tha
         assert second.finished_epochs == epochs
 
 
-def test_prompt_source_returns_batched_data_dicts():
+def test_prompt_source_returns_batches_as_batched_data_dict():
     assert isinstance(source().next(), BatchedDataDict)
 
 
 @pytest.mark.parametrize("section", ["grpo", "ppo"])
-def test_error_for_too_few_prompts_names_the_configuration_section_in_use(section):
+def test_error_for_too_few_prompts_names_the_relevant_configuration_section(section):
     wanted = f"{section}.num_prompts_per_step"
     with pytest.raises(
         ValueError, match=rf"has 3 rows, fewer than one batch of 4: lower {wanted} \(or {section}.batch"

@@ -76,7 +76,7 @@ def test_conversation_ends_after_max_rollout_turns():
 
 
 @pytest.mark.parametrize(("room", "observed", "flag"), [(8, 2, False), (7, 2, True), (6, 1, True), (5, 0, True)])
-def test_environment_message_that_fills_the_context_ends_the_conversation_as_truncated(room, observed, flag):
+def test_conversation_is_truncated_if_an_environment_message_fills_the_context(room, observed, flag):
     # prompt 2 + response 3 (with eos) + observation 2 = 7
     result, _ = run_multi_turn_rollout(
         FakeGeneration(lambda p, k: "ab"), echo_batch([2]), TOKENIZER, {"echo": EchoEnvironment()}, room,
@@ -94,7 +94,7 @@ def test_response_longer_than_the_maximum_sequence_length_is_an_error():
         )
 
 
-def test_response_cut_at_max_new_tokens_is_marked_truncated_and_the_conversation_continues():
+def test_conversation_continues_after_a_response_truncated_at_max_new_tokens():
     engine = FakeGeneration(lambda p, k: "abcdef", max_new_tokens=4)
     result, metrics = run_multi_turn_rollout(engine, echo_batch([2]), TOKENIZER, {"echo": EchoEnvironment()}, 100)
     assert result["truncated"].tolist() == [True] and metrics["truncation_rate"] == 1.0
@@ -116,7 +116,7 @@ class Fixed(EnvironmentInterface):
         return EnvironmentReturn(seen, metadata, [None] * len(metadata), rewards, done, [str(i["r"]) for i in metadata])
 
 
-def test_rollout_with_several_environments_returns_rewards_in_batch_order():
+def test_rollout_with_several_environments_returns_rewards_in_the_order_of_the_batch():
     batch = prompts(list("abcde"), ["x", "y", "x", "z", "y"], [{"r": float(i)} for i in range(5)])
     envs = {"x": Fixed(), "y": Fixed.remote(), "z": Fixed()}
     answer = calculate_rewards(batch, envs)
@@ -147,7 +147,7 @@ def test_exception_in_an_environment_is_raised_by_the_rollout():
             calculate_rewards(prompts(["a"], ["x"], [{}]), {"x": env})
 
 
-def test_rollout_metrics_of_several_environments_begin_with_the_task_name():
+def test_rollout_metrics_of_several_environments_are_prefixed_with_the_task_name():
     batch = prompts(["a", "b"], ["x", "y"], [{"ground_truth": "1"}, {"ground_truth": "2"}])
     envs = {"x": ArithmeticEnvironment(), "y": ArithmeticEnvironment()}
     _, metrics = run_multi_turn_rollout(FakeGeneration(lambda p, k: "1"), batch, TOKENIZER, envs, 100)
@@ -186,7 +186,7 @@ def test_multi_turn_rollout_accepts_environments_that_are_ray_actors():
     assert metrics["total_turns"] == 1
 
 
-def test_prefix_reward_is_not_added_twice_to_names_of_reward_components():
+def test_names_of_reward_components_get_the_reward_prefix_only_once():
     batch = prompts(["a", "b"], ["x", "y"], [{"r": {"reward/f": 1.0}}, {"r": {"f": 2.0}}])
     result, _ = run_multi_turn_rollout(FakeGeneration(), batch, TOKENIZER, {"x": Fixed(), "y": Fixed()}, 100)
     assert [key for key in result if key.startswith("reward/")] == ["reward/f"]
@@ -202,7 +202,7 @@ def test_prefix_reward_is_not_added_twice_to_names_of_reward_components():
         marks=pytest.mark.slow,
     ),
 ])  # fmt: skip
-def test_correct_answer_of_each_data_set_gets_full_reward_from_its_environment(section, env):
+def test_correct_answer_to_a_row_of_each_data_set_gets_full_reward_from_its_environment(section, env):
     """What the data sets put into a row is what the environments read from it."""
     if env == "reasoning_gym":
         pytest.importorskip("reasoning_gym")
@@ -241,7 +241,7 @@ def masked(masks):
     return run_multi_turn_rollout(FakeGeneration(lambda p, k: "ab"), batch, TOKENIZER, {"echo": Unsure()}, 100)[0]
 
 
-def test_sample_whose_environment_metadata_has_mask_sample_is_not_trained():
+def test_sample_flagged_with_mask_sample_by_its_environment_is_not_trained():
     assert "mask_sample" not in masked([[None], [None]])
     rolled = masked([[True], [None], [False], [None, True]])
     assert rolled["mask_sample"].tolist() == [True, False, False, True]

@@ -29,7 +29,7 @@ def samples():
     )  # fmt: skip
 
 
-def test_grpo_trains_only_tokens_of_messages_that_the_policy_sampled():
+def test_grpo_trains_only_on_tokens_sampled_by_the_policy():
     batch = build_train_batch(samples(), pad_token_id=99)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6], [1, 7, 8, 9, 99, 99]]
     assert batch["token_mask"].tolist() == [[0, 0, 1, 0, 1, 1], [0, 0, 0, 1, 0, 0]]
@@ -38,7 +38,7 @@ def test_grpo_trains_only_tokens_of_messages_that_the_policy_sampled():
     assert batch["rewards"].tolist() == [1.0, 0.0] and batch["group_id"].tolist() == [4, 4]
 
 
-def test_ppo_trains_tokens_of_every_assistant_message():
+def test_ppo_trains_on_tokens_of_every_assistant_message():
     batch = build_train_batch(samples(), pad_token_id=0, is_trained=spoken_by_assistant)
     assert batch["token_mask"].tolist() == [[0, 0, 1, 0, 1, 1], [0, 1, 0, 1, 0, 0]]
     assert (
@@ -50,7 +50,7 @@ def test_training_batch_rows_are_padded_to_a_multiple_of_make_sequence_length_di
     assert build_train_batch(samples(), pad_token_id=0, divisible_by=4)["input_ids"].shape == (2, 8)
 
 
-def test_sample_mask_combines_loss_multiplier_overlong_filter_and_environment_mask():
+def test_sample_mask_combines_loss_multiplier_overlong_filtering_and_environment_mask():
     rolled = samples()
     rolled["loss_multiplier"] = torch.tensor([0.5, 1.0])
     assert build_train_batch(rolled, pad_token_id=0)["sample_mask"].tolist() == [0.5, 1.0]

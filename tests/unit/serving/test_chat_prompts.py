@@ -66,7 +66,7 @@ def test_chat_prompt_of_a_later_turn_contains_the_sampled_token_ids_of_earlier_r
     assert found == chat_prompt(tokenizer, other, None, [])
 
 
-def test_streamed_response_holds_back_text_that_may_begin_a_stop_string(tokenizer):
+def test_streamed_response_withholds_text_that_may_be_the_start_of_a_stop_string(tokenizer):
     text = "the answer is 42. Hello! \u00e9\u4e2d"
     for stops, keep, expected in (
         ((), False, text), (("is 43", "Hello?"), False, text), (("is 42",), False, "the answer "), (("is 42", "answer"), True, "the answer"),
@@ -75,7 +75,7 @@ def test_streamed_response_holds_back_text_that_may_begin_a_stop_string(tokenize
         assert "".join(pieces) == expected
 
 
-def test_earlier_turns_are_tokenized_again_if_the_request_has_different_tools(tokenizer):
+def test_earlier_turns_are_retokenized_if_the_request_has_different_tools(tokenizer):
     conversation = messages(("user", "what is"), ("assistant", "there"), ("user", "plus"))
     turns = (turn_of("user", "what is"), turn_of("assistant", "there"))
     anew = chat_prompt(tokenizer, conversation, [TOOL], [])
@@ -93,14 +93,14 @@ def test_reasoning_content_of_an_earlier_response_is_passed_to_the_chat_template
     assert "is it not?there" in tokenizer.decode(ids)
 
 
-def test_served_response_that_ends_within_a_character_ends_with_a_replacement_character(tokenizer):
+def test_served_response_cut_within_a_utf8_character_ends_with_a_replacement_character(tokenizer):
     ids = ids_of(tokenizer, "x\U0001f642")[:-1]
     whole, pieces = tokenizer.decode(ids), pieces_of(tokenizer, ids)
     assert whole == "x\ufffd" == "".join(TextStream(tokenizer).push(ids, last=True))
     assert "".join(pieces) == whole and len(pieces) == len(ids)
 
 
-def test_served_logprobs_contain_bytes_of_partial_characters_and_text_offsets(tokenizer):
+def test_served_logprobs_contain_text_offsets_and_the_bytes_of_partial_utf8_characters(tokenizer):
     ids, model = ids_of(tokenizer, "x\U0001f642"), model_of(tokenizer)
     spelled = Speller(TextStream(tokenizer)).take(Sample(ids, [-1.0] * len(ids), LENGTH))
     content = chat_logprobs(model.bytes_of_token, spelled)["content"]
@@ -115,7 +115,7 @@ def test_served_logprobs_contain_bytes_of_partial_characters_and_text_offsets(to
     assert at == len("Hello there") and len(ids) > 1
 
 
-def test_server_parses_tool_calls_of_responses_and_leaves_malformed_ones_as_text():
+def test_server_parses_tool_calls_in_responses_and_returns_malformed_tool_calls_as_text():
     good = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     spoken = find_calls(f"Let me see. {good}", "1")
     assert spoken.text == "Let me see." and [(c.name, c.arguments) for c in spoken.calls] == [("add", '{"a": 1}')]
@@ -138,7 +138,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "</tool_call><think>"}}\
     (f"The mark is <tool_call>. <think>{CALL}{CALL}</think>No.", False, None),
 ])  # fmt: skip
 @pytest.mark.parametrize("special", [(), MARKS])
-def test_server_ignores_a_tool_call_within_the_thinking_tags(text, thinks, rest, special):
+def test_server_ignores_tool_calls_within_thinking_tags(text, thinks, rest, special):
     """`rest`: what is left of the text beside a call; None: there is no call. The marks may be special tokens."""
     template = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}") if thinks else TEMPLATE
     made = made_tokenizer(template, special)
@@ -155,7 +155,7 @@ def test_server_ignores_a_tool_call_within_the_thinking_tags(text, thinks, rest,
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_stop_strings_of_the_run_and_of_the_request_both_end_a_response(tokenizer, keep):
+def test_stop_strings_of_run_and_request_both_end_a_served_response(tokenizer, keep):
     model = model_of(tokenizer, default=Sampling(stop_strings=("###",)))
     for text, cut in (("Answer 42###", "Answer 42"), ("Answer 42 STOP", "Answer 42 "), ("Answer ##", "Answer ##")):
         ids = ids_of(tokenizer, text)

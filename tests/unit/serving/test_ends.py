@@ -31,7 +31,7 @@ class Stuck:
         pass
 
 
-def test_closing_a_serving_engine_whose_step_hangs_is_an_error():
+def test_closing_a_serving_engine_raises_if_its_current_step_hangs():
     stuck = Stuck()
     engine = EngineThread(lambda: stuck)
     engine.step_seconds = 0.01

@@ -61,7 +61,7 @@ GENERATES = [
 
 
 @pytest.mark.parametrize("field", COMPLETIONS)
-def test_error_for_an_invalid_field_of_a_completion_request_names_it(http, field):
+def test_error_for_an_invalid_field_of_a_completion_request_names_the_field(http, field):
     for value in COMPLETIONS[field]:
         answer = http.post("/v1/completions", json=GOOD | {field: value})
         assert answer.status_code == (404 if (field, value) == ("model", "other") else 400), (value, answer.text)
@@ -124,7 +124,7 @@ def test_server_requires_its_api_key_for_every_route_except_health(server):
             assert stranger.post("/v1/completions", json=GOOD, headers=headers).status_code == 401
 
 
-def test_request_gets_status_503_if_the_queue_is_full_and_400_if_it_never_fits(http):
+def test_request_gets_status_503_if_the_queue_is_full_and_400_if_the_request_is_too_large(http):
     endless = GOOD | {"n": 8, "max_tokens": 400, "ignore_eos": True, "stream": True}
     with http.stream("POST", "/v1/completions", json=endless) as answer:
         begun = answer.iter_raw()  # the stream ends with the iterator
@@ -137,7 +137,7 @@ def test_request_gets_status_503_if_the_queue_is_full_and_400_if_it_never_fits(h
     assert refused.json()["error"]["message"].startswith("n is 1 for 9 prompts: the server takes at most 8 answers")
 
 
-def test_rejected_request_does_not_change_the_samples_of_its_repetition(server, http):
+def test_rejected_request_does_not_change_the_samples_of_a_later_valid_request(server, http):
     """A client that tries again gets the tokens that it would have got."""
 
     def ask(key):

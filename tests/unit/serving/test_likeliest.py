@@ -37,7 +37,7 @@ def post(http, route, **body):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_served_top_logprobs_are_the_largest_over_the_whole_vocabulary(http, folder, tokenizer, temperature):
+def test_served_top_logprobs_are_the_largest_logprobs_of_the_whole_vocabulary(http, folder, tokenizer, temperature):
     ask = {"prompt": PROMPT, "max_tokens": 3, "temperature": temperature, "seed": 7, "return_token_ids": True}
     choice = post(http, "/v1/completions", logprobs=4, ignore_eos=True, **ask)
     before = list(tokenizer(PROMPT, add_special_tokens=False)["input_ids"])
@@ -55,7 +55,7 @@ def test_served_top_logprobs_are_the_largest_over_the_whole_vocabulary(http, fol
         before.append(token)
 
 
-def test_served_top_logprobs_contain_only_tokens_within_top_k_or_the_greedy_token(http):
+def test_served_top_logprobs_contain_only_tokens_that_can_be_sampled(http):
     ask = {"prompt": PROMPT, "max_tokens": 6, "seed": 3, "ignore_eos": True}
     for choice in (
         post(http, "/v1/completions", logprobs=9, top_k=2, temperature=1, **ask),

@@ -21,7 +21,7 @@ class Runner(C.ModelRunner):
         return 10
 
 
-def test_computed_longest_sequence_for_the_kv_cache_is_the_longest_that_the_engine_accepts():
+def test_computed_maximum_sequence_length_for_the_kv_cache_is_the_engines_actual_limit():
     runner = Runner()
 
     def make(length, cache):
@@ -36,7 +36,7 @@ def test_computed_longest_sequence_for_the_kv_cache_is_the_longest_that_the_engi
             make(longest + 1, cache)
 
 
-def test_smallest_cache_for_the_longest_sequence_takes_prompts_of_any_length():
+def test_smallest_kv_cache_for_the_maximum_sequence_length_accepts_prompts_of_any_length():
     """A prompt that does not end with a block needs a copy of its last block."""
     runner, rule = Runner(), C.SamplingRule(temperature=1.0, top_p=1.0, top_k=0, greedy=False)
     longest = runner.longest_sequence(16, 3000)
@@ -49,7 +49,7 @@ def test_smallest_cache_for_the_longest_sequence_takes_prompts_of_any_length():
                       stream=0, draw_id=0, first_sample=0)  # fmt: skip
 
 
-def test_maximum_length_beyond_the_kv_cache_is_lowered_or_an_error_if_set_explicitly():
+def test_maximum_length_beyond_the_kv_cache_is_reduced_or_an_error_if_set_explicitly():
     assert length_that_fits(257, 17_000, 257, is_given=False) == 257
     with pytest.warns(UserWarning, match="at most 257 tokens here, though the model has 40960 positions"):
         assert length_that_fits(257, 17_000, 40_960, is_given=False) == 257
@@ -59,7 +59,7 @@ def test_maximum_length_beyond_the_kv_cache_is_lowered_or_an_error_if_set_explic
         length_that_fits(0, 1000, 16, is_given=False)
 
 
-def test_maximum_length_that_the_server_reports_is_lowered_to_the_kv_cache_capacity(tmp_path):
+def test_server_reports_a_maximum_length_limited_by_the_kv_cache_capacity(tmp_path):
     folder = str(make_folder(tmp_path / "m"))
     load = partial(load_model, folder, served_name=None, precision="float32", limits=Limits())
     with pytest.warns(UserWarning, match="512 positions"):

@@ -53,7 +53,7 @@ def test_optional_fields_of_openai_requests_may_be_null_absent_or_set(client):
         assert answer(client, route, **dict.fromkeys(fields)) == absent
 
 
-def test_null_is_ignored_in_extension_fields_and_an_error_in_required_fields_of_requests(client):
+def test_null_is_accepted_in_extension_fields_but_not_in_required_fields_of_requests(client):
     names = ("top_k", "min_p", "ignore_eos", "return_token_ids", "stop_token_ids", "rollout_key", "nobody_knows_it")
     extra = dict.fromkeys(names)
     for route in SAME:
@@ -66,7 +66,7 @@ def test_null_is_ignored_in_extension_fields_and_an_error_in_required_fields_of_
         answer(client, "chat", extra_body={"nobody_knows_it": 1})
 
 
-def test_server_accepts_every_form_in_which_the_openai_client_sends_back_an_assistant_message(client):
+def test_server_accepts_every_format_of_assistant_messages_sent_by_the_openai_client(client):
     first = client.chat.completions.create(model="tiny", messages=MESSAGES, seed=4, max_tokens=12).choices[0].message
     plain = {"role": "assistant", "content": first.content}
     as_openai = plain | {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
@@ -77,7 +77,7 @@ def test_server_accepts_every_form_in_which_the_openai_client_sends_back_an_assi
     assert answers[1:] == answers[:-1]
 
 
-def test_openai_request_with_several_prompts_returns_the_choices_of_separate_requests(client):
+def test_completion_request_with_several_prompts_returns_the_choices_of_separate_requests(client):
     ask = {"n": 2, "max_tokens": 6, "logprobs": 1, "extra_body": {"return_token_ids": True}}
     prompts = ["what is 12", "Hello there", "what is 12"]
     alone = [answer(client, "completions", prompt=prompt, **ask)["choices"] for prompt in prompts]

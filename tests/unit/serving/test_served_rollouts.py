@@ -14,7 +14,7 @@ def call(prompt, answer):
     return Call(list(prompt), Sample(list(answer), [-0.5] * len(answer), 1), 0)
 
 
-def test_served_rollout_trains_on_the_same_conversation_whatever_the_order_of_its_requests():
+def test_training_data_of_a_served_rollout_does_not_depend_on_the_order_of_requests():
     first, second, third = call([1, 2], [3]), call([1, 2, 3, 4], [5, 6]), call([1, 2, 3, 4, 5, 6], [7])
     aside, retry = call([9] * 20, [9] * 5), call([1, 2, 3, 4], [8])
     for order in permutations([first, second, third, aside, retry]):

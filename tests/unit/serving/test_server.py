@@ -89,7 +89,7 @@ def test_served_response_ends_before_a_stop_string_unless_the_request_includes_i
     assert kept == choice["text"] + stop
 
 
-def test_route_generate_of_the_server_accepts_and_returns_token_ids(http, server, library):
+def test_generate_route_of_the_server_accepts_and_returns_token_ids(http, server, library):
     ids = server.model.tokenizer("The answer is", add_special_tokens=False)["input_ids"]
     params = {"max_tokens": 20, "temperature": 1.0, "seed": 9, "logprobs": 1, "skip_special_tokens": False}
     answer = post(http, "/inference/v1/generate", model="tiny", token_ids=list(ids), sampling_params=params)
@@ -118,7 +118,7 @@ def generated(http, server, **params):
     return answer, parts
 
 
-def test_streamed_token_ids_of_the_route_generate_concatenate_to_the_whole_response(http, server):
+def test_streamed_token_ids_of_the_generate_route_concatenate_to_the_whole_response(http, server):
     answer, parts = generated(http, server, n=2, temperature=1.0, logprobs=1)
     for choice in answer["choices"]:
         mine = [c for part in parts for c in part["choices"] if c["index"] == choice["index"]]
@@ -127,7 +127,7 @@ def test_streamed_token_ids_of_the_route_generate_concatenate_to_the_whole_respo
         assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
 
 
-def test_logprobs_of_the_route_generate_list_the_sampled_token_before_the_top_tokens(http, server):
+def test_logprobs_of_the_generate_route_list_the_sampled_token_before_the_top_tokens(http, server):
     (choice,) = generated(http, server, temperature=1.0, top_k=4, logprobs=3)[0]["choices"]
     ranks = set()
     for entry in choice["logprobs"]["content"]:
@@ -174,7 +174,7 @@ def test_server_frees_the_kv_cache_blocks_of_a_disconnected_client(http, server,
     assert http.get("/health").json()["answers_under_way"] == 0
 
 
-def test_rollout_key_makes_each_request_reproducible_and_the_requests_of_one_rollout_differ(http):
+def test_requests_with_a_rollout_key_are_reproducible_and_differ_within_a_rollout(http):
     ask = {"prompt": "plus minus", "max_tokens": 12, "temperature": 1}
 
     def rollout(key):

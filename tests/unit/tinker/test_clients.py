@@ -205,7 +205,7 @@ def tenant(client: TrainingClient, number: int) -> Iterator[Result]:
         yield [sequence.tokens for sequence in sampled.result().sequences]
 
 
-def test_eight_tinker_clients_at_the_same_time_get_the_same_results_as_each_alone(service):
+def test_eight_concurrent_tinker_clients_get_the_same_results_as_separate_clients(service):
     def clients() -> list[TrainingClient]:
         return [service.create_lora_training_client(rank=2 + 2 * (n % 2), seed=n).result() for n in range(8)]
 
@@ -222,7 +222,7 @@ def test_eight_tinker_clients_at_the_same_time_get_the_same_results_as_each_alon
     assert not torch.equal(adapter_of(alone[0]), adapter_of(alone[2]))
 
 
-def test_two_tinker_samplers_that_alternate_at_every_token_give_the_same_samples_as_alone(service, monkeypatch):
+def test_two_tinker_samplers_interleaved_token_by_token_give_the_same_samples_as_alone(service, monkeypatch):
     monkeypatch.setattr(worker, "_TURN_STEPS", 1)
     monkeypatch.setattr(worker, "_TURN_OVER_SWITCH", 0)
     samplers, params = [], SamplingParams(max_tokens=12, seed=7, stop=[])
@@ -241,7 +241,7 @@ def test_two_tinker_samplers_that_alternate_at_every_token_give_the_same_samples
     [(Shape(2), {"linear_attn", "self_attn", "mlp"}), (Shape(2, train_mlp=False), {"linear_attn", "self_attn"}), (Shape(2, train_attn=False), {"mlp"})],
     ids=["all", "attention", "mlp"],
 )  # fmt: skip
-def test_tinker_option_train_attn_includes_recurrent_layers(tmp_path, shape, blocks):
+def test_tinker_option_train_attn_also_trains_recurrent_layers(tmp_path, shape, blocks):
     modules = tiny_base(make_model(tmp_path, **RECURRENT)).adapted(shape).lora.modules
     assert {module.split(".")[3] for module in modules} == blocks
 
@@ -255,7 +255,7 @@ MAMBA = LAYERS["nemotron_h"] | dict(model_type="nemotron_h", hybrid_override_pat
      (MAMBA, {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"})],
     ids=["fused", "mamba"],
 )  # fmt: skip
-def test_lora_adapters_of_tinker_models_cover_the_matrices_of_every_family(tmp_path, family, expected):
+def test_lora_adapters_of_tinker_models_cover_all_linear_layers_of_every_architecture(tmp_path, family, expected):
     modules = tiny_base(make_model(tmp_path, **family)).adapted(Shape(2)).lora.modules
     assert {module.rpartition(".")[2] for module in modules} == expected
 
@@ -283,7 +283,7 @@ def test_tinker_sampling_client_keeps_its_weights_while_training_continues(servi
     assert before.compute_logprobs(TOKENS).result() == scored != after.compute_logprobs(TOKENS).result()
 
 
-def test_native_model_for_a_lora_rank_is_freed_if_no_tinker_client_uses_it(service):
+def test_model_of_a_lora_rank_is_freed_when_no_tinker_client_uses_that_rank(service):
     base = service._core.base
     client = service.create_lora_training_client(rank=5).result()
     assert Shape(5) in base._native
@@ -307,7 +307,7 @@ GROUPS = [*answers_to(TOKENS, ANSWERS), *answers_to([9, 8, 7], ANSWERS[1:]), *an
 
 
 @pytest.mark.parametrize("tokens_at_once", [4096, 9])
-def test_training_tinker_samples_with_a_shared_prompt_gives_the_results_of_separate_ones(
+def test_tinker_samples_with_a_shared_prompt_train_like_samples_with_separate_prompts(
     each_service, monkeypatch, tokens_at_once
 ):
     monkeypatch.setattr(adapters, "_TOKENS_AT_ONCE", tokens_at_once)
@@ -323,7 +323,7 @@ def test_training_tinker_samples_with_a_shared_prompt_gives_the_results_of_separ
     assert difference.norm() < 1e-5 * gradient_of(apart).norm()
 
 
-def test_consecutive_tinker_samples_share_a_prompt_unless_the_prompt_is_trained(service):
+def test_consecutive_tinker_samples_with_equal_prompts_share_the_prompt_unless_it_is_trained(service):
     rows = rows_of(GROUPS, service._core.base, ("logprobs", "advantages"), ())
     first, second = len(TOKENS) - 1, 2
     assert prompt_groups(rows, "advantages") == [PromptGroup(0, 4, first), PromptGroup(4, 7, second)]

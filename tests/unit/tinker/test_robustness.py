@@ -53,7 +53,7 @@ def new_model(url: str, **lora: object) -> str:
     return post(url, "create_model", body)[1]["request_id"].removesuffix(":0")
 
 
-def test_tinker_request_sent_twice_runs_once_and_waits_for_its_predecessor(served):
+def test_duplicate_tinker_request_runs_once_and_waits_for_the_preceding_request(served):
     url, service = served
     model = new_model(url)
     step = {"model_id": model, "adam_params": {"learning_rate": 0.1}}
@@ -66,7 +66,7 @@ def test_tinker_request_sent_twice_runs_once_and_waits_for_its_predecessor(serve
     assert service.models[model].state.optimizer_steps == 2
 
 
-def test_tinker_request_whose_predecessor_never_arrives_is_an_error(served, monkeypatch):
+def test_tinker_request_is_an_error_if_the_preceding_request_never_arrives(served, monkeypatch):
     url, service = served
     monkeypatch.setattr(service.worker, "gap_seconds", 0.1)
     model = new_model(url)
@@ -89,7 +89,7 @@ BAD_DATA = [
 ]  # fmt: skip
 
 
-def test_invalid_tinker_training_data_is_a_user_error_and_changes_no_gradient(served):
+def test_invalid_tinker_training_data_is_a_user_error_and_leaves_gradients_unchanged(served):
     url, service = served
     model = new_model(url)
     bodies = [(forward_backward(model, 1 + i, data), why) for i, (data, why) in enumerate(BAD_DATA)]

@@ -88,7 +88,7 @@ def test_training_and_sampling_logprobs_of_a_tinker_model_are_equal(sdk, how):
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro"])
-def test_built_in_tinker_loss_and_its_formula_as_custom_loss_have_equal_gradients(sdk, served, name):
+def test_built_in_tinker_loss_has_the_gradient_of_an_equivalent_custom_loss(sdk, served, name):
     builtin, custom = new_client(sdk, seed=3), new_client(sdk, seed=3)
     logprobs, advantages = [-2.0, -3.1, -2.2, -4.0], [1.0, -0.5, 2.0, -1.0]
     data = [datum([3, 4, 5, 6, 7], 1, logprobs=logprobs, advantages=advantages)]
@@ -155,7 +155,7 @@ def test_rl_loop_with_the_tinker_sdk_and_in_process_gives_identical_weights(sdk,
     assert torch.equal(adapted.native.masters, adapter_of(served, client))
 
 
-def test_tinker_training_continues_from_a_saved_state(sdk, served):
+def test_tinker_training_resumes_from_a_saved_state(sdk, served):
     client = new_client(sdk, seed=6)
     data = [datum([3, 4, 5, 6, 3], 1)]
 

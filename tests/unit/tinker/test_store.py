@@ -25,7 +25,7 @@ def save(store: Store, text: str) -> None:
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
-def test_killed_save_of_a_tinker_checkpoint_leaves_the_old_one_or_the_new_one(tmp_path, monkeypatch, renames):
+def test_killed_save_leaves_either_the_old_or_the_new_tinker_checkpoint(tmp_path, monkeypatch, renames):
     store = Store(tmp_path)
     save(store, "old")
     done = []
@@ -58,7 +58,7 @@ def test_killed_deletion_leaves_no_partial_tinker_checkpoint(tmp_path, monkeypat
     assert Store(tmp_path).places() == [] and not list(tmp_path.glob("*/*/.*"))
 
 
-def test_checkpoint_folder_of_a_tinker_server_in_use_by_another_process_is_an_error(tmp_path):
+def test_tinker_checkpoint_folder_in_use_by_another_process_is_an_error(tmp_path):
     store = Store(tmp_path)
     with pytest.raises(FolderInUseError, match="--tinker"):
         Store(tmp_path, "--tinker")
@@ -67,7 +67,7 @@ def test_checkpoint_folder_of_a_tinker_server_in_use_by_another_process_is_an_er
 
 
 @pytest.mark.parametrize("option", ["--max-queue", "--request-timeout", "--seed"])
-def test_options_of_serve_for_openai_routes_together_with_tinker_are_errors(option, capsys):
+def test_openai_route_options_of_the_serve_command_are_errors_in_tinker_mode(option, capsys):
     with pytest.raises(SystemExit):
         serve.main(["--model", "tiny-random", "--tinker", "folder", option, "5"])
     assert f"{option} does not apply to --tinker" in capsys.readouterr().err

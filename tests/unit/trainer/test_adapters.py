@@ -112,9 +112,7 @@ BFLOAT16 = [
     "targets, changes, top_k, dtype, bound",
     [*((targets, {}, top_k, torch.float64, 1e-10) for targets in (ALL, SOME) for top_k in (0, 7)), *BFLOAT16],
 )
-def test_lora_gradients_match_the_chain_rule_applied_to_gradients_of_the_full_matrices(
-    targets, changes, top_k, dtype, bound
-):
+def test_lora_gradients_follow_from_full_matrix_gradients_by_the_chain_rule(targets, changes, top_k, dtype, bound):
     """W' = W + s B A, so dA = s Bᵀ dW' and dB = s dW' Aᵀ, where dW' is the gradient of the same weights trained whole."""
     model = adapted(dtype, targets, **changes)
     out, trainer = backward(model, top_k=top_k)
@@ -136,7 +134,7 @@ def test_lora_gradients_match_the_chain_rule_applied_to_gradients_of_the_full_ma
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.01)])
-def test_adapters_of_experts_match_dense_weights_and_gradients_through_the_chain_rule(dtype, bound):
+def test_lora_weights_and_gradients_of_moe_experts_follow_from_full_matrices_by_the_chain_rule(dtype, bound):
     """Of expert e the rows [e dim, (e + 1) dim) of A, and of B, which is transposed: W' = W + s B A, dA = s Bᵀ dW' and
     dB = s dW' Aᵀ. Gate and up are the rows of one W."""
     frozen, model = weights(base(dtype, **MIXTURE)), adapted(dtype, ALL_OF_MIXTURE, **MIXTURE)
@@ -161,14 +159,14 @@ def test_adapters_of_experts_match_dense_weights_and_gradients_through_the_chain
 
 
 @KINDS
-def test_activation_checkpointing_does_not_change_the_bits_of_lora_gradients(targets, changes):
+def test_lora_gradients_are_bit_identical_with_activation_checkpointing(targets, changes):
     models = (adapted(torch.float32, targets, **changes) for _ in range(2))
     first, second = (backward(model, checkpoint=i > 0)[1].grads for i, model in enumerate(models))
     assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_optimizer_step_changes_lora_adapted_weights_and_no_frozen_ones(dtype):
+def test_optimizer_step_changes_lora_adapted_weights_but_not_frozen_weights(dtype):
     """A probe token's log-probability moves, the reference's does not, and a second run gives the same bits."""
     ends = []
     for _ in range(2):

@@ -114,7 +114,7 @@ def test_update_of_an_unmerged_lora_adapter_below_bfloat16_rounding_changes_the_
     [(ALL, {}), (SOME, {}), (ALL_OF_RECURRENT, RECURRENT), (ALL_OF_MIXTURE, MIXTURE)],
     ids=["all", "some", "recurrent", "mixture"],
 )
-def test_logits_of_a_row_with_an_unmerged_lora_adapter_depend_only_on_its_tokens(dtype, targets, changes):
+def test_logits_with_an_unmerged_lora_adapter_do_not_depend_on_later_tokens_or_threads(dtype, targets, changes):
     """Prefixes of any length, with one thread and two."""
     model = apart(dtype, targets, **changes, hidden_size=72, intermediate_size=136)
     tokens, lengths = torch.arange(1, 61).repeat(5), (1, 2, 3, 17, 64, 65, 300)
@@ -129,7 +129,7 @@ def test_logits_of_a_row_with_an_unmerged_lora_adapter_depend_only_on_its_tokens
     [(ALL, {}), (ALL_OF_RECURRENT, RECURRENT), (ALL_OF_MIXTURE, MIXTURE)],
     ids=["attention", "recurrent", "mixture"],
 )
-def test_logprobs_with_unmerged_lora_do_not_depend_on_packing_shared_prompts_or_recomputation(dtype, targets, changes):
+def test_logprobs_with_unmerged_lora_do_not_depend_on_batching_prompt_sharing_or_recomputation(dtype, targets, changes):
     outs, grads = [], []
     for share, checkpoint in ((False, False), (True, False), (True, True)):
         trainer = C.Trainer(apart(dtype, targets, **changes))
@@ -203,7 +203,9 @@ def sampled(runner, requests):
     ],
     ids=["attention", "recurrent", "mixture"],
 )
-def test_generation_with_several_lora_adapters_at_once_is_bit_identical_to_each_alone(dtype, packed, targets, changes):
+def test_generation_with_several_lora_adapters_in_a_batch_is_bit_identical_to_each_alone(
+    dtype, packed, targets, changes
+):
     shared = base(dtype, **changes, vocab_size=64, hidden_size=64, intermediate_size=96)
     models = [apart(dtype, targets[i % 2], seed=i, of=shared) for i in range(8)]
     assert all(model.compute.data_ptr() == shared.compute.data_ptr() for model in models)
@@ -217,7 +219,7 @@ def test_generation_with_several_lora_adapters_at_once_is_bit_identical_to_each_
     assert len({tuple(tokens) for tokens, _ in together}) > 1
 
 
-def test_training_one_of_several_lora_adapters_does_not_change_the_others():
+def test_training_one_lora_adapter_does_not_change_other_adapters():
     shared = base(torch.bfloat16)
     first, second = (apart(torch.bfloat16, seed=i, of=shared) for i in range(2))
     before = [logits(model) for model in (shared, first, second)]
@@ -227,7 +229,7 @@ def test_training_one_of_several_lora_adapters_does_not_change_the_others():
     assert same == [True, False, True]
 
 
-def test_generation_with_merged_adapters_or_adapters_of_another_base_is_an_error():
+def test_generation_with_merged_adapters_or_adapters_of_another_base_model_is_an_error():
     runner = native_runner(base(torch.float32), {})
     for other in (apart(torch.float32), merged(torch.float32), base(torch.float32)):
         with pytest.raises(ValueError, match="adapters must be apart"):

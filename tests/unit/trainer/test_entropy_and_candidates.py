@@ -25,7 +25,7 @@ def distributions(trainer, ids, lengths, temperature):
 
 @pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_lm_head_gradient_of_logprob_and_entropy_matches_autograd(shape, dtype, bound):
+def test_lm_head_gradient_through_logprobs_and_entropies_matches_autograd(shape, dtype, bound):
     x, w, targets, g = inputs(*shape, dtype)
     h = torch.randn(len(x), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     real = torch.float64 if dtype == torch.float64 else torch.float32
@@ -41,7 +41,7 @@ def test_lm_head_gradient_of_logprob_and_entropy_matches_autograd(shape, dtype, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_most_likely_tokens_and_their_logprobs_match_the_sorted_logprobs(dtype):
+def test_top_k_tokens_and_logprobs_match_the_sorted_logprobs(dtype):
     x, w, _, _ = inputs(70, 4099, 24, dtype)
     real = torch.float64 if dtype == torch.float64 else torch.float32
     ids, logprobs = torch.empty(70, 33, dtype=torch.int64), torch.empty(70, 33, dtype=real)

@@ -44,7 +44,7 @@ def expected(
 
 
 @pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-6), (torch.float32, 1e-5)])
-def test_logprobs_and_gradients_with_top_k_and_top_p_match_a_slow_reference(dtype, bound):
+def test_logprobs_and_gradients_with_top_k_and_top_p_match_a_reference_implementation(dtype, bound):
     random = torch.Generator().manual_seed(0)
     compared = removed = 0
     for temperature, top_p, top_k in RULES:
@@ -161,7 +161,7 @@ def test_generation_and_training_logprobs_with_top_k_and_top_p_are_bit_identical
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_greedy_responses_are_scored_without_top_k_and_top_p(precision):
+def test_logprobs_of_greedy_responses_are_computed_without_top_k_and_top_p(precision):
     policy = make_policy(precision, temperature=0.0, top_p=0.5, top_k=2)
     data = rollout(policy)
     assert torch.equal(policy.get_logprobs(data)["logprobs"], data["generation_logprobs"])
@@ -169,7 +169,7 @@ def test_greedy_responses_are_scored_without_top_k_and_top_p(precision):
     assert "num_filtered_out_tokens" not in policy.train(data, NO_KL)["all_mb_metrics"]
 
 
-def test_reference_model_logprobs_use_the_temperature_but_not_top_k():
+def test_reference_model_logprobs_are_scaled_by_temperature_but_not_limited_to_top_k():
     filtered, plain = make_policy(temperature=0.7, top_k=3), make_policy(temperature=0.7)
     data = rollout(filtered)
     reference = filtered.get_reference_policy_logprobs(data)["reference_logprobs"]
@@ -218,9 +218,7 @@ def test_kl_term_and_its_gradient_use_logprobs_without_top_k():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_run_with_top_k_and_top_p_has_equal_prev_logprobs_whether_recomputed_or_taken_from_generation(
-    tmp_path, precision
-):
+def test_reused_and_recomputed_old_logprobs_train_identical_weights_with_top_k_and_top_p(tmp_path, precision):
     options = (*tiny.SMALL, "grpo.max_num_steps=3", f"policy.precision={precision}", "policy.generation.top_p=0.8", "policy.generation.top_k=7",
                "policy.train_global_batch_size=16", "policy.optimizer.kwargs.lr=5e-2")  # fmt: skip
     digests = []

@@ -60,7 +60,7 @@ def gradients(dtype, max_samples=0, max_tokens=0, share=False):
     "split", [dict(max_samples=1), dict(max_samples=2), dict(max_samples=4), dict(max_tokens=100), dict(share=True), dict(max_tokens=150, share=True),
               dict(max_samples=2, share=True)],
 )  # fmt: skip
-def test_gradients_do_not_depend_on_micro_batches_or_shared_prompts(dtype, bound, split):
+def test_gradients_do_not_depend_on_micro_batch_size_or_shared_prompts(dtype, bound, split):
     whole, logprobs = gradients(dtype)
     parts, same_logprobs = gradients(dtype, **split)
     assert torch.equal(logprobs, same_logprobs)
@@ -74,7 +74,7 @@ def test_gradients_are_bit_identical_with_one_and_two_threads():
         assert all(torch.equal(one[n], two[n]) for n in one)
 
 
-def test_prompt_shared_by_a_group_is_packed_once():
+def test_prompt_shared_by_a_group_is_computed_only_once():
     batch, ids, mask = groups_batch(num_groups=1, generations=8)
     alone, shared = (C.packed_tokens(batch, list(range(8)), share) for share in (False, True))
     prompt = int((~mask[0]).nonzero().flatten()[mask[0].nonzero()[0] - 1]) + 1
@@ -97,19 +97,19 @@ def row_batch(wanted, lengths):
      ([[3], [3]], [4, 4], 6, 3), ([[], [2]], [6, 3], 2, 2)],
     ids=["last token", "what follows it", "second token", "gap", "group", "group of one token each", "nothing wanted"],
 )  # fmt: skip
-def test_tokens_that_no_trained_token_attends_to_are_left_out_of_the_forward_pass(wanted, lengths, alone, shared):
+def test_tokens_that_no_trained_token_attends_to_are_skipped_in_the_forward_pass(wanted, lengths, alone, shared):
     rows = list(range(len(lengths)))
     assert C.packed_tokens(row_batch(wanted, lengths), rows, False) == alone
     assert C.packed_tokens(row_batch(wanted, lengths), rows, True) == shared
 
 
-def test_forward_pass_of_a_row_without_a_token_to_score_is_an_error():
+def test_forward_pass_of_a_sample_without_tokens_to_score_is_an_error():
     with pytest.raises(ValueError, match="none of these 1 rows has a wanted token"):
         C.packed_tokens(row_batch([[], [2]], [6, 3]), [0], True)
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_responses_of_one_token_are_predicted_at_the_last_token_of_their_shared_prompt(share):
+def test_logprobs_of_one_token_responses_are_those_of_the_last_prompt_position(share):
     """Their rows have no token of their own: the prompt's last row has all their log-probabilities."""
     model = model_of(torch.float64)
     trainer = C.Trainer(model)

@@ -79,7 +79,7 @@ def gradients(model, batch, mask, max_samples=0, max_tokens=0, share=True, check
 @pytest.mark.parametrize(
     "split", [{}, dict(max_samples=3), dict(max_tokens=90), dict(share=False), dict(checkpoint=True)], ids=str
 )
-def test_activations_kept_from_generation_give_the_same_gradients_as_a_new_forward_pass(family, dtype, split):
+def test_activations_reused_from_generation_give_the_gradients_of_a_new_forward_pass(family, dtype, split):
     keeping, plain = make_model(family, dtype), make_model(family, dtype, max_bytes=0)
     data, output, batch, mask = generated(keeping)
     assert torch.equal(output["logprobs"], generation_on(plain).generate(data)["logprobs"])
@@ -94,7 +94,7 @@ def test_activations_kept_from_generation_give_the_same_gradients_as_a_new_forwa
 @pytest.mark.parametrize(
     "engine", [dict(max_batch_size=3), dict(prefill_chunk_tokens=5), dict(kv_cache_gb=4e-5)], ids=str
 )
-def test_activations_kept_from_generation_are_usable_after_chunked_prefill_and_preemption(engine):
+def test_activations_can_be_reused_from_generation_with_chunked_prefill_and_preemption(engine):
     """Few slots, prompts in chunks, and a cache so small that sequences are given up and computed again."""
     keeping, plain = make_model(), make_model(max_bytes=0)
     data = prompts()
@@ -108,7 +108,7 @@ def test_activations_kept_from_generation_are_usable_after_chunked_prefill_and_p
     assert torch.equal(kept, gradients(plain, batch, mask)[0])
 
 
-def test_activations_beyond_the_memory_budget_for_kept_ones_are_recomputed():
+def test_generation_activations_that_exceed_the_memory_budget_are_recomputed_in_training():
     """A small budget keeps the first sequences whole; a micro-batch that misses a row makes its own forward."""
     whole = make_model()
     data, output, batch, mask = generated(whole)
@@ -126,7 +126,7 @@ def test_activations_beyond_the_memory_budget_for_kept_ones_are_recomputed():
     assert reused == sorted(reused)
 
 
-def test_second_turn_reuses_the_activations_kept_from_the_first():
+def test_second_turn_of_a_conversation_reuses_activations_of_the_first_turn():
     """A second turn: its prompt is the first turn's text with more behind it; tokens of the first response are trained too."""
     keeping, plain = make_model(), make_model(max_bytes=0)
     data, turns = prompts(groups=2), []
@@ -146,7 +146,7 @@ def test_second_turn_reuses_the_activations_kept_from_the_first():
     assert torch.equal(kept, gradients(plain, batch, mask)[0])
 
 
-def test_activations_kept_from_generation_are_not_used_for_different_tokens():
+def test_activations_of_generation_are_not_reused_for_different_tokens():
     model = make_model()
     data, output, *_ = generated(model)
     output["output_ids"][0, 0] += 1
@@ -155,7 +155,7 @@ def test_activations_kept_from_generation_are_not_used_for_different_tokens():
     assert gradients(model, batch, mask)[2] == 0  # one micro-batch with the row among its rows
 
 
-def test_activations_kept_from_generation_are_dropped_after_an_optimizer_step():
+def test_activations_of_generation_are_discarded_after_an_optimizer_step():
     model = make_model()
     data, _, batch, mask = generated(model)
     trainer = C.Trainer(model)
@@ -174,7 +174,7 @@ def test_activations_kept_from_generation_are_dropped_after_an_optimizer_step():
     assert model.kept_tokens == 0
 
 
-def test_generation_for_validation_keeps_no_activations_and_the_memory_of_kept_ones_is_freed():
+def test_validation_keeps_no_activations_for_reuse_and_activation_memory_can_be_freed():
     model = make_model()
     generation_on(model).generate(prompts() | {"stream": "val"})
     assert model.kept_tokens == 0

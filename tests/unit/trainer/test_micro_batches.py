@@ -38,26 +38,26 @@ def test_configuration_schema_allows_exactly_the_implemented_packing_algorithms(
     ("algorithm", "expected"),
     [("concatenative", [[0, 1], [2, 3], [4]]), ("first_fit_decreasing", [[0, 2], [1, 4], [3]])],
 )
-def test_packing_algorithms_group_rows_as_in_hand_computed_cases(algorithm, expected):
+def test_sequence_packing_algorithms_match_hand_computed_cases(algorithm, expected):
     data = rows_of([3, 6, 7, 2, 4])
     assert micro_batches(data, max_tokens=10, share_prefix=False, algorithm=algorithm) == expected
 
 
-def test_option_largest_first_orders_micro_batches_by_their_number_of_tokens():
+def test_largest_first_option_sorts_micro_batches_by_token_count():
     data = rows_of([3, 2, 6, 7])
     options = dict(max_tokens=8, share_prefix=False, algorithm="concatenative")
     assert micro_batches(data, **options) == [[0, 1], [2], [3]]
     assert micro_batches(data, **options, largest_first=True) == [[3], [2], [0, 1]]
 
 
-def test_dynamic_batching_counts_lengths_rounded_up_to_the_configured_multiple():
+def test_dynamic_batching_rounds_sequence_lengths_up_to_the_configured_multiple():
     data = rows_of([3, 9, 4, 8, 2])  # lengths with the predicted token: 4 10 5 9 3
     assert micro_batches(data, max_tokens=20, length_round=1) == [[0, 2, 4], [1, 3]]
     assert micro_batches(data, max_tokens=20, length_round=8) == [[0, 4], [2, 3], [1]]  # counted 8 8 | 8 10 | 10
 
 
 @pytest.mark.parametrize("algorithm", PACKERS)
-def test_every_row_is_in_exactly_one_micro_batch_within_the_token_budget(algorithm):
+def test_every_sample_is_in_exactly_one_micro_batch_within_the_token_budget(algorithm):
     draw = random.Random(7)
     for count in (1, 5, 40):
         groups = sorted(draw.randrange(count) for _ in range(count))
@@ -68,7 +68,7 @@ def test_every_row_is_in_exactly_one_micro_batch_within_the_token_budget(algorit
         assert all(C.packed_tokens(batch, rows, True) <= 60 for rows in bins)
 
 
-def test_consecutive_rows_with_the_same_prompt_stay_in_one_micro_batch_up_to_the_token_budget():
+def test_consecutive_samples_of_a_prompt_share_a_micro_batch_up_to_the_token_budget():
     # two prompts of 3 tokens, answers of 4, 4, 4 and 2 tokens of which the last is not read
     data = rows_of([6, 6, 6, 4, 9], [0, 0, 0, 1, 1], [3, 3, 3, 3, 4])
     batch, _ = plan(data, wanted_tokens(data), range(5), MicroBatching())
@@ -80,7 +80,7 @@ def test_consecutive_rows_with_the_same_prompt_stay_in_one_micro_batch_up_to_the
     assert [C.packed_tokens(batch, rows, True) for rows in ([0, 1, 2], [0, 3], [4])] == [12, 10, 9]
 
 
-def test_row_longer_than_the_token_budget_gets_a_separate_micro_batch():
+def test_sample_longer_than_the_token_budget_gets_a_separate_micro_batch():
     for batching in (dict(algorithm=name) for name in PACKERS):
         assert [1] in micro_batches(rows_of([3, 30, 4]), max_tokens=10, share_prefix=False, **batching)
     assert [1] in micro_batches(rows_of([3, 30, 4]), max_tokens=10, length_round=4)

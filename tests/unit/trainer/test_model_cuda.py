@@ -102,7 +102,7 @@ def test_logprobs_with_top_k_and_top_p_and_gradients_on_cuda_match_the_cpu(filte
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logprobs_on_cuda_do_not_depend_on_micro_batches_or_shared_prompts(name, dtype):
+def test_logprobs_on_cuda_do_not_depend_on_micro_batch_size_or_shared_prompts(name, dtype):
     trainer = C.Trainer(model_on("cuda", CONFIGS[name], dtype))
     batch, ids, _ = batch_of_groups()
     whole, results = [0, 1, 2, 3, 4, 5], []
@@ -166,6 +166,6 @@ def test_checkpoint_saved_on_cuda_loads_on_the_cpu(tmp_path):
     assert model.digest() == run.policy.model.digest()
 
 
-def test_float64_model_on_cuda_is_rejected():
+def test_float64_model_on_cuda_is_an_error():
     with pytest.raises(ValueError, match="policy.precision"):
         model_on("cuda", CONFIGS["llama"], torch.float64)

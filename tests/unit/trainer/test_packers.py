@@ -23,12 +23,12 @@ def cases(count, seed=0):
 
 
 @pytest.mark.parametrize("name", sorted(REFERENCES))
-def test_packing_algorithms_give_the_bins_of_the_slow_reference(name):
+def test_sequence_packing_algorithms_give_the_bins_of_a_reference_implementation(name):
     for lengths, capacity in cases(1200):
         assert PACKERS[name](lengths, capacity) == REFERENCES[name](lengths, capacity), (lengths, capacity)
 
 
-def test_packing_algorithm_first_fit_shuffle_uses_a_fixed_seed():
+def test_first_fit_shuffle_packing_uses_a_fixed_seed():
     for lengths, capacity in cases(1000, seed=1):
         order = list(range(len(lengths)))
         random.Random(0).shuffle(order)
@@ -36,7 +36,7 @@ def test_packing_algorithm_first_fit_shuffle_uses_a_fixed_seed():
 
 
 @pytest.mark.parametrize("name", sorted(PACKERS))
-def test_packing_a_length_beyond_the_capacity_is_an_error(name):
+def test_packing_a_sequence_longer_than_the_bin_capacity_is_an_error(name):
     with pytest.raises(ValueError, match="sequence 1 has length 9"):
         PACKERS[name]([1, 9], 8)
     assert PACKERS[name]([], 8) == []

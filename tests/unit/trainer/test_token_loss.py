@@ -78,7 +78,7 @@ def train(loss_fn, data, dtype=torch.float32, batching=MicroBatching(max_samples
 
 @pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", TOKEN_LOSSES)
-def test_loss_fused_into_the_lm_head_trains_like_the_loss_after_the_forward_pass(name, dtype, bound):
+def test_loss_fused_into_the_lm_head_gives_the_gradients_of_the_unfused_loss(name, dtype, bound):
     data = training_data()
     at_once, grads = train(ClippedPGLossFn(TOKEN_LOSSES[name]), data, dtype)
     afterwards, expected = train(AskedAfterwards(TOKEN_LOSSES[name]), data, dtype)
@@ -104,7 +104,7 @@ def test_fused_loss_takes_missing_old_logprobs_from_the_current_forward_pass():
     [({}, torch.float32, 1e-5), ({"entropy_coef": 0.5}, torch.float64, 1e-12)],
     ids=["fused", "entropy bonus"],
 )
-def test_gradients_of_every_loss_do_not_depend_on_micro_batches(batching, settings, dtype, bound):
+def test_gradients_of_every_loss_do_not_depend_on_the_micro_batch_size(batching, settings, dtype, bound):
     data, loss_fn = training_data(), ClippedPGLossFn(settings)
     whole, expected = train(loss_fn, data, dtype)
     parts, grads = train(loss_fn, data, dtype, batching)
@@ -118,7 +118,7 @@ ROWS = {f"clipped_pg {name}": ROW_LOSSES[name] for name in ("sequence-level", "s
 
 
 @pytest.mark.parametrize("settings", [*({"name": name} for name in LOSSES), *ROWS.values()], ids=[*LOSSES, *ROWS])
-def test_gradient_of_every_loss_is_the_sum_of_two_ranks_gradients(settings):
+def test_gradient_of_every_loss_equals_the_sum_of_the_gradients_of_two_ranks(settings):
     """Each rank trains its half of the samples, which have different numbers of tokens, and divides by the counts of the whole batch."""
     scale = {"loss_scale_factor": 8.0} if settings.get("name") == "dr_grpo" else {}
     loss_fn = ClippedPGLossFn({"positive_example_nll_weight": 0.1} | scale | settings)
@@ -139,7 +139,7 @@ def test_sequence_level_loss_is_not_fused_into_the_lm_head(name):
     assert train(loss_fn, data)[0].outputs.any()
 
 
-def test_token_loss_is_not_fused_into_the_lm_head_with_top_p_float64_or_a_custom_loss():
+def test_loss_is_not_fused_into_the_lm_head_with_top_p_float64_or_custom_loss_functions():
     data = RaggedBatch.of(training_data())
     counts = global_counts(data)
 
@@ -156,7 +156,7 @@ def test_token_loss_is_not_fused_into_the_lm_head_with_top_p_float64_or_a_custom
     assert fused_token_loss(trainer_of(), lambda **_: None, data, counts, Scoring()) is None
 
 
-def test_backward_pass_without_the_matching_forward_pass_raises():
+def test_backward_pass_without_a_matching_forward_pass_raises():
     trainer, data = trainer_of(), RaggedBatch.of(training_data())
     batch, _ = plan(data, wanted_tokens(data), range(data.size), MicroBatching(max_samples=100))
     loss = fused_token_loss(trainer, ClippedPGLossFn({}), data, global_counts(data), Scoring())
@@ -169,7 +169,7 @@ def test_backward_pass_without_the_matching_forward_pass_raises():
         trainer.finish_backward()
 
 
-def test_error_for_a_non_finite_fused_loss_names_sample_and_token():
+def test_error_for_a_non_finite_loss_fused_into_the_lm_head_names_sample_and_token():
     data = training_data()
     token = int(data["token_mask"][5].nonzero()[1])
     data["prev_logprobs"][5, token], data["advantages"][5, token] = -torch.inf, -1.0

@@ -49,7 +49,7 @@ def test_lm_head_logprobs_and_gradients_match_autograd(shape, dtype, bound, temp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lm_head_and_sampler_give_bit_identical_logprobs_whatever_the_other_rows_are(dtype):
+def test_lm_head_and_sampler_logprobs_are_bit_identical_for_any_batch(dtype):
     x, w, targets, _ = inputs(131, 4099, 40, dtype)
     logits = torch.empty(131, 4099)
     C.linear_forward(x, w, None, logits)
@@ -78,7 +78,7 @@ def test_lm_head_results_are_bit_identical_with_one_and_two_threads(op, rows, dt
     + [((530, 120_000, 4), torch.bfloat16, 1e-2)],
     ids=str,
 )
-def test_fused_lm_head_pass_gives_bit_identical_logprobs_and_gradients_matching_autograd(shape, dtype, bound):
+def test_fused_lm_head_gives_bit_identical_logprobs_and_gradients_that_match_autograd(shape, dtype, bound):
     data = inputs(*shape, dtype)
     logprobs, d_x, d_w = run_fused(*data, 0.7)
     assert torch.equal(logprobs, run(*data, 0.7)[0])
@@ -87,12 +87,12 @@ def test_fused_lm_head_pass_gives_bit_identical_logprobs_and_gradients_matching_
         assert (ours - theirs).norm() <= bound * theirs.norm() + 1e-6
 
 
-def test_fused_lm_head_pass_in_float64_is_an_error():
+def test_fused_lm_head_in_float64_is_an_error():
     with pytest.raises(ValueError, match="no float64"):
         run_fused(*inputs(4, 30, 8, torch.float64), 1.0)
 
 
-def test_target_token_outside_the_vocabulary_is_an_error_of_the_lm_head():
+def test_target_token_outside_the_vocabulary_is_an_error_in_the_lm_head():
     x, w, targets, g = inputs(4, 30, 8, torch.float32)
     targets[2] = 30
     with pytest.raises(ValueError, match="token id 30 is outside the vocabulary of 30"):

@@ -42,7 +42,7 @@ def data_with_zeros(rows):
     "dtype,bound", [(torch.float32, 1e-5), (torch.float64, 1e-12), (torch.bfloat16, 5e-3)], ids=str
 )
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0, 5, 6], [0, 1, 2, 3, 4, 5, 6]], ids=str)
-def test_skipping_rows_with_zero_loss_gradient_does_not_change_the_gradients(rows, dtype, bound):
+def test_skipping_samples_with_zero_loss_gradient_does_not_change_the_gradients(rows, dtype, bound):
     data, settings = data_with_zeros(rows), NO_KL
     some, grads = train(ClippedPGLossFn(settings), data, dtype)
     every, expected = train(EveryRow(settings), data, dtype)
@@ -54,7 +54,7 @@ def test_skipping_rows_with_zero_loss_gradient_does_not_change_the_gradients(row
 
 
 @pytest.mark.parametrize("name", NO_OTHER_TERM)
-def test_losses_with_only_an_advantage_term_skip_rows_whose_advantages_are_zero(name):
+def test_backward_pass_skips_samples_with_zero_advantages_if_the_loss_has_only_a_policy_term(name):
     data = data_with_zeros([4, 5, 6, 7])
     some, grads = train(ClippedPGLossFn(NO_OTHER_TERM[name]), data)
     _, expected = train(EveryRow(NO_OTHER_TERM[name]), data)
@@ -64,14 +64,14 @@ def test_losses_with_only_an_advantage_term_skip_rows_whose_advantages_are_zero(
 @pytest.mark.parametrize(
     "settings", [{}, NO_KL | {"positive_example_nll_weight": 0.1}, NO_KL | {"name": "dro"}], ids=["KL", "NLL", "DRO"]
 )
-def test_losses_with_a_kl_or_another_additional_term_skip_no_rows(settings):
+def test_backward_pass_skips_no_samples_if_the_loss_has_a_kl_or_another_additional_term(settings):
     data = data_with_zeros([0, 1, 2, 3])
     assert ClippedPGLossFn(settings).zero_gradient_rows(RaggedBatch.of(data)) is None
     result, _ = train(ClippedPGLossFn(settings), data)
     assert result.zero_gradient_tokens == 0 and len(result.metrics) == 1
 
 
-def test_advantages_at_untrained_tokens_do_not_prevent_skipping_a_row_with_zero_gradient():
+def test_advantages_at_masked_tokens_do_not_prevent_skipping_a_sample_with_zero_gradient():
     data = data_with_zeros([])
     data["advantages"][2] = data["token_mask"][2] - 1  # -1 outside of the response
     loss_fn = ClippedPGLossFn(NO_KL)
@@ -80,13 +80,13 @@ def test_advantages_at_untrained_tokens_do_not_prevent_skipping_a_row_with_zero_
     assert not loss_fn.zero_gradient_rows(RaggedBatch.of(data)).any()
 
 
-def test_step_whose_rows_all_have_zero_gradient_returns_logprobs_and_zero_gradients():
+def test_step_with_only_zero_gradient_samples_returns_logprobs_and_zero_gradients():
     data = data_with_zeros(slice(None))
     result, grads = train(ClippedPGLossFn(NO_KL), data)
     assert result.zero_gradient_tokens == result.packed_tokens > 0 and not grads.any() and result.outputs.any()
 
 
-def test_row_that_the_loss_declared_zero_gradient_is_trained_if_its_gradient_is_not_zero():
+def test_sample_wrongly_declared_to_have_zero_gradient_is_still_trained():
     data = training_data()
     wrong, grads = train(Wrong(NO_KL), data)
     _, expected = train(EveryRow(NO_KL), data)
@@ -102,7 +102,7 @@ def test_backward_pass_is_skipped_if_the_gradient_of_a_custom_loss_is_zero():
 
 
 @pytest.mark.parametrize("batching", [MicroBatching(max_samples=3), MicroBatching(max_tokens=100)], ids=str)
-def test_rows_with_zero_gradient_come_last_in_separate_micro_batches(batching):
+def test_samples_with_zero_gradient_are_placed_last_in_separate_micro_batches(batching):
     data = RaggedBatch.of(training_data())
     apart = torch.zeros(data.size, dtype=torch.bool)
     apart[[1, 4, 5]] = True
@@ -116,7 +116,7 @@ def test_rows_with_zero_gradient_come_last_in_separate_micro_batches(batching):
 
 
 @pytest.mark.parametrize("samples", [[2, 1], [0, 0], [-1], [0, 10_000]], ids=str)
-def test_row_indices_that_are_not_ascending_are_an_error(samples):
+def test_sample_indices_in_descending_order_are_an_error(samples):
     batch, *_ = groups_batch()
     with pytest.raises(ValueError, match="ascending rows of the batch"):
         C.prompt_units(batch, samples, 100, True)
@@ -141,7 +141,7 @@ class Recorded:
 
 
 @pytest.mark.parametrize("rows, begins", [([0, 5], 1), (slice(None), 0)], ids=["some", "all"])
-def test_gradient_reduction_over_ranks_begins_during_the_last_backward_pass(rows, begins):
+def test_gradient_reduction_over_ranks_starts_during_the_last_backward_pass(rows, begins):
     """Micro-batches without a gradient come behind it."""
     trainer = Recorded(trainer_of())
     loss_fn, data = ClippedPGLossFn(NO_KL), RaggedBatch.of(data_with_zeros(rows))
@@ -155,7 +155,7 @@ def test_gradient_reduction_over_ranks_begins_during_the_last_backward_pass(rows
         assert set(asked[at + 3 :]) == {"forward"} and asked[:at].count("finish_backward") > 0
 
 
-def test_gradient_reduction_raises_if_a_gradient_declared_zero_is_not_zero():
+def test_overlapped_gradient_reduction_raises_if_a_declared_zero_gradient_is_not_zero():
     data = RaggedBatch.of(training_data())
     loss_fn, sums = Wrong(NO_KL), GradientSums(beside=True)
     way = MicroBatchRunner(trainer_of(), loss_fn, MicroBatching(max_samples=2), sums=sums)

@@ -45,7 +45,7 @@ def weights(value, size=refit_players.SIZE):
     return [("w", torch.full((size,), value))]
 
 
-def test_after_a_rejected_weight_transfer_the_old_weights_remain_and_the_next_one_succeeds(pair):
+def test_rejected_weight_transfer_keeps_the_old_weights_and_the_next_transfer_succeeds(pair):
     publisher, group = pair
     for version, sent, total in ((1, weights(1.0), 1000.0), (2, weights(2.0, 8), 1000.0), (3, weights(3.0), 3000.0)):
         (taking,) = group.run_all_workers_single_data("receive", version)
@@ -63,7 +63,7 @@ def test_after_a_rejected_weight_transfer_the_old_weights_remain_and_the_next_on
         assert group.call_all("total") == [total]
 
 
-def test_weight_transfer_to_an_engine_that_does_not_answer_is_an_error_within_the_deadline(pair):
+def test_weight_transfer_to_an_unresponsive_engine_is_an_error_within_the_deadline(pair):
     began = time.monotonic()
     with pytest.raises(C.TimedOut, match="refit of version 7") as caught:
         pair[0].publish(weights(1.0), 7)
@@ -71,7 +71,7 @@ def test_weight_transfer_to_an_engine_that_does_not_answer_is_an_error_within_th
     assert caught.value.rank == 0 and "refit of version 7" in caught.value.phase and caught.value.seconds > 0
 
 
-def test_weight_transfer_to_a_killed_engine_reports_a_lost_peer_at_once(pair, cluster):
+def test_weight_transfer_to_a_killed_engine_immediately_raises_an_error_about_a_lost_peer(pair, cluster):
     began = time.monotonic()
     os.kill(cluster.workers.pids[0], signal.SIGKILL)
     with pytest.raises(C.PeerLost, match="refit of version 7"):

@@ -16,7 +16,7 @@ class Role:
         self.invalidated += 1
 
 
-def test_engine_that_shares_the_trainers_weights_copies_nothing_and_logs_their_digest():
+def test_refit_with_shared_weights_copies_no_bytes_and_logs_the_weight_digest():
     policy, engine = Role(), Role()
     refit = create_weight_synchronizer(policy, engine, True)
     assert refit.sync_weights() == {"refit/bytes": 0, "weights/digest": "aa"}
@@ -28,7 +28,7 @@ def test_engine_that_shares_the_trainers_weights_copies_nothing_and_logs_their_d
     assert refit.sync_weights()["weights/digest"] == "bb"
 
 
-def test_run_ends_with_an_error_if_the_engine_has_different_weights_than_the_trainer():
+def test_run_ends_with_an_error_if_generation_engine_and_trainer_weights_differ():
     with pytest.raises(RuntimeError, match="the engine's weights are not the policy's: digest ff against aa"):
         create_weight_synchronizer(Role(), Role("ff"), True).sync_weights()
 

@@ -119,8 +119,8 @@ def set_seed(seed: int) -> None:
 
 def planned_steps(loop: LoopConfig, loader: StatefulDataLoader | MultipleDataloaderWrapper) -> int:
     """Return the planned number of steps of the whole run: max_num_steps, or the number of batches in max_num_epochs if
-    that is less. Several loaders restart without end, so that max_num_steps alone counts. Dynamic sampling may need
-    several batches per step and thus take fewer steps."""
+    that is less. With several loaders, which never end, it is max_num_steps. Dynamic sampling may need several batches
+    per step and thus take fewer steps."""
     if isinstance(loader, MultipleDataloaderWrapper):
         return loop.max_num_steps
     return min(loop.max_num_steps, loop.max_num_epochs * len(loader))

@@ -27,7 +27,7 @@ class CodeEnvMetadata(TypedDict):
 
 class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
     """An environment that runs each response's program in a sandbox (see `docs/guides/environments.md`) and rewards it
-    by the tests that it passes. The constructor raises SandboxUnavailableError if this machine lacks a protection.
+    by the tests that it passes. The constructor raises SandboxUnavailableError if this machine cannot isolate programs.
     Programs run only after generation has ended, because generation would slow them down.
 
     Metrics: those of `VerifyingEnvironment`, and `num_<reason>`, the number of programs that failed for this reason

@@ -106,8 +106,8 @@ def make_generation(
     config: MasterConfig, tokenizer: TokenizerType, length_key: str = "generation.vllm_cfg.max_model_len"
 ) -> BaseEngine:
     """Return the generation engine, native or transformers (`generation.backend: hf`), with its own copy of the
-    weights. If the configuration gives no maximum length, the model's number of positions limits it. `length_key` is
-    the name of the maximum length in the message of an error."""
+    weights. If the configuration gives no maximum length, the maximum is at most the model's number of positions.
+    `length_key` is the name of the maximum length in the message of an error."""
     if (text := fold_text(config)) is not None:
         say_once("warning", text)
     use_threads(config.cluster)

@@ -361,7 +361,7 @@ def kept_activations_bytes(config: TrainMasterConfig, sizes: ModelSizes) -> floa
 
 
 def _generated_tokens(config: TrainMasterConfig, responses: int, sequences: int | None = None) -> int:
-    """Return the maximum number of tokens in `sequences` (None: a step's) of which `responses` each share a prompt."""
+    """Return the maximum number of tokens in `sequences` (None: all of a step), if every `responses` share a prompt."""
     policy, generation = config.policy, config.policy.generation
     length = generation.effective_max_model_len(policy.max_total_sequence_length)
     prompt = min(config.data.max_input_seq_length or length, length)

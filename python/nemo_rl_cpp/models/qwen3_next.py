@@ -75,8 +75,8 @@ def part_rows(config: Mapping[str, Plain]) -> dict[str, dict[str, np.ndarray]]:
 def split_projections(
     tensors: Iterable[tuple[str, RawTensor | TensorEntry]], folder: Path
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield the tensors of a checkpoint in `folder` with each fused projection as the native core's matrices. One with
-    an unexpected number of rows is yielded unchanged."""
+    """Yield the tensors of a checkpoint in `folder`, with each fused projection split into the native core's matrices.
+    A projection with an unexpected number of rows is yielded unchanged."""
     places = None
     for name, tensor in tensors:
         found = _projection(name, PARTS)

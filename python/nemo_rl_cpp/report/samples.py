@@ -128,7 +128,7 @@ class SampleBook:
     def samples(self) -> list[Plain]:
         """Return {"kind", "step", "of", "groups"} for each step to show: at most `MAX_STEPS` training steps and as many
         validation steps, chosen by `thinned`. "kind" is "train" or "val", "of" the number of the step's prompts,
-        "groups" some."""
+        "groups" those chosen by `pick`."""
         found: dict[str, list[tuple[int, Path]]] = {"train": [], "val": []}
         for path in self.log_dir.glob("*_data_step*.jsonl"):
             if match := _FILE.fullmatch(path.name):

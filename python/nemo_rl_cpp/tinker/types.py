@@ -156,8 +156,8 @@ def _dro(logprobs: Tensor, given: Inputs) -> Tensor:
 
 
 def _gspo(logprobs: Tensor, given: Inputs) -> Tensor:
-    """Return the loss of GSPO-token (https://arxiv.org/abs/2507.18071), summed over the targets. A token's ratio has
-    the value of the sequence's, the geometric mean over the tokens in `sequence_ratio_mask`, and its own gradient."""
+    """Return the loss of GSPO-token (https://arxiv.org/abs/2507.18071), summed over the targets. Each token's ratio is
+    the geometric mean of its sequence's ratios where `sequence_ratio_mask` is set, with the token's own gradient."""
     row, mask = given["row"], (given["sequence_ratio_mask"] != 0).to(logprobs.dtype)
     sums = torch.zeros(int(row.max()) + 1, dtype=logprobs.dtype).index_add(
         0, row, (logprobs.detach() - given["logprobs"]) * mask

@@ -47,7 +47,7 @@ def test_csrc_folders_meant_to_be_free_of_torch_include_no_torch_header():
                 )
 
 
-def test_only_csrc_bindings_includes_pybind11():
+def test_only_files_in_csrc_bindings_include_pybind11():
     for path in SOURCES:
         if path.relative_to(CSRC).parts[0] != "bindings":
             assert not any("pybind" in i for i in includes(path)), path.relative_to(ROOT)

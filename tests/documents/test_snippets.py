@@ -37,7 +37,7 @@ def complaint(snippet: Snippet) -> str | None:
     return None
 
 
-def test_every_code_block_of_the_documents_has_a_comment_that_says_how_it_is_tested():
+def test_every_code_block_of_the_documents_has_a_comment_that_defines_its_test():
     assert len(SNIPPETS) > 40
     assert [f"{s}: {message}" for s in SNIPPETS if (message := complaint(s))] == []
 

@@ -46,7 +46,7 @@ def check(elsewhere):
 
 
 @pytest.mark.parametrize("mode, kills", [("dapo", 2), ("prorlv2", 1), ("grpo", 1)])
-def test_killed_and_resumed_grpo_run_ends_bit_identical_to_an_uninterrupted_one(check, mode, kills):
+def test_killed_and_resumed_grpo_run_is_bit_identical_to_an_uninterrupted_run(check, mode, kills):
     assert check(f"configs/{mode}_tiny.yaml", 8, kills, [*RUN, *MODES[mode]], seed=7) == []
 
 
@@ -63,7 +63,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("model", OTHERS)
-def test_killed_and_resumed_run_of_other_architectures_ends_bit_identical_to_an_uninterrupted_one(check, model):
+def test_killed_and_resumed_run_is_bit_identical_to_an_uninterrupted_run_for_other_architectures(check, model):
     assert check("configs/grpo_tiny.yaml", 8, 1, [*RUN, *tiny.shaped(OTHERS[model])], seed=7) == []
 
 
@@ -74,7 +74,7 @@ PPO_RUN = [
 ]  # fmt: skip
 
 
-def test_killed_and_resumed_ppo_run_ends_bit_identical_to_an_uninterrupted_one(check):
+def test_killed_and_resumed_ppo_run_is_bit_identical_to_an_uninterrupted_run(check):
     assert check("configs/vapo_tiny.yaml", 10, kills=2, overrides=PPO_RUN, seed=3) == []
 
 

@@ -58,7 +58,7 @@ def stop_after(folder, step, steps, *overrides):
     return [batch["weight_version"] for batch in kept]
 
 
-def test_resumed_async_run_is_bit_identical_to_the_uninterrupted_one(tmp_path):
+def test_resumed_async_run_is_bit_identical_to_an_uninterrupted_run(tmp_path):
     options = ("checkpointing.save_period=2", "grpo.val_period=3", "grpo.max_num_epochs=9", AGE_2)
     whole, history = trained(tmp_path / "whole", 5, *options)
     assert [row["avg_trajectory_age"] for row in history] == [0, 1, 2, 2, 2]
@@ -128,7 +128,7 @@ def test_run_with_in_flight_weight_updates_resumes_unfinished_responses_bit_iden
     assert rest == whole and later == history[2:]
 
 
-def test_keeping_the_kv_cache_after_weight_updates_is_bit_identical_with_one_and_two_engines(tmp_path):
+def test_run_that_keeps_the_kv_cache_after_weight_updates_is_equal_on_one_and_two_engines(tmp_path):
     options = (*IN_FLIGHT, AGE_2, "checkpointing.save_period=1000")
     one, history = trained(tmp_path / "one", 4, *options)
     assert [row["total_tokens_of_newer_weights"] > 0 for row in history] == [False, False, True, True]

@@ -66,7 +66,7 @@ def trained(folder: Path, steps: int, *overrides: str, config: str = "grpo_tiny.
     ],
     ids=["grpo", "dapo", "ppo", "multi_turn", "bfloat16_kl", "entropies"],
 )
-def test_gradient_blocks_make_weights_bit_identical_on_any_number_of_processes(
+def test_training_with_gradient_blocks_gives_bit_identical_weights_on_any_number_of_processes(
     tmp_path, config, overrides, steps, others
 ):
     """However the gradients are added."""
@@ -76,7 +76,7 @@ def test_gradient_blocks_make_weights_bit_identical_on_any_number_of_processes(
         assert several[:2] == one[:2], more
 
 
-def test_without_gradient_blocks_weights_of_one_and_three_processes_differ_only_by_rounding(tmp_path):
+def test_weights_trained_without_gradient_blocks_on_one_and_three_processes_differ_by_rounding(tmp_path):
     runs = trained(tmp_path / "1", 3), trained(tmp_path / "3", 3, *workers(3))
     a, b = (load_file(run.checkpoint / "policy" / "weights" / "model.safetensors") for run in runs)
     first, second = (torch.cat([tensors[name].flatten().double() for name in sorted(a)]) for tensors in (a, b))

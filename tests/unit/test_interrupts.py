@@ -20,7 +20,7 @@ def a_terminal_that_may_close():
     (signal.SIGINT, "Ctrl-C", "interrupted"), (signal.SIGTERM, "SIGTERM", "terminated"),
     (signal.SIGHUP, "SIGHUP", "terminated"), (signal.SIGUSR1, "SIGUSR1", "terminated"),
 ])  # fmt: skip
-def test_first_interrupt_signal_requests_a_stop_and_second_one_ends_the_run_immediately(number, name, reason):
+def test_second_interrupt_signal_ends_a_run_that_the_first_signal_asked_to_stop(number, name, reason):
     before, said = signal.getsignal(number), []
     with GracefulStop(said.append, saves=False) as stop:
         assert not stop.requested

@@ -157,7 +157,7 @@ def test_run_stopped_by_its_time_limit_is_not_reported_as_finished(tmp_path, mon
     assert (tmp_path / "checkpoints" / "step_1").is_dir() and status in (run.log_dir / "report.html").read_text()
 
 
-def test_validation_runs_at_the_start_every_val_period_steps_and_at_the_end(tmp_path):
+def test_validation_runs_at_the_start_after_every_val_period_steps_and_at_the_end(tmp_path):
     validated = ("grpo.val_at_start=true", "grpo.val_at_end=true", "grpo.val_period=2")
     run = train(make(tmp_path, "grpo.max_num_steps=3", *validated))
     assert [row["step"] for row in run.validations] == [0, 2, 3]

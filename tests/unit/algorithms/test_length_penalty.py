@@ -113,7 +113,7 @@ def test_task_specific_length_penalty_settings_override_single_default_keys():
     assert batch["total_reward"].tolist() == [1, 1, 0.75, 1.5, 1, 1.5, 1, 1.5]
 
 
-def test_length_profile_is_disabled_by_its_own_section_or_by_the_default_section():
+def test_length_profile_can_be_disabled_in_its_section_or_in_the_default_section():
     band = {"enabled": True, "defaults": {"total": {"a": 1, "b": 2, "f": 0.5}}}
     sections = (band, {}), (band, {"profile_band_total": False}), (band | {"enabled": False}, {})
     configs = [LengthPenaltyConfig(profile_band=section, default=default) for section, default in sections]
@@ -124,7 +124,7 @@ def test_length_profile_is_disabled_by_its_own_section_or_by_the_default_section
     (2, 1.0, [1.0, 0.7, 0.0]),  # earlier lengths 2 and 4 passed: 3 + sqrt(2) = 4.41 tokens
     (2, 0.0, [0.7, 0.7, 0.0]), (3, 1.0, [1.0, 1.0, 0.0]),
 ])  # fmt: skip
-def test_profile_based_length_penalty_starts_n_standard_deviations_above_the_mean_correct_length(least, std, expected):
+def test_profile_based_length_penalty_starts_n_standard_deviations_above_the_mean_length(least, std, expected):
     info = {"profiled_rewards": [1, 0, 1], "profiled_output_lengths": [2, 90, 4]}
     batch = rollouts(["aaa", "aaaaa", "aaaaa"], [1.0, 1.0, 0.0], [0, 0, 0], extra_env_info=[info] * 3)
     params = {"profiled_length_penalty": 0.3, "profiled_length_min_samples": least, "profiled_length_n_std": std}

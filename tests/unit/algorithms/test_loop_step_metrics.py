@@ -91,7 +91,7 @@ def test_training_metrics_include_the_largest_logprob_gap_and_the_number_of_mism
     assert metrics["max_logprob_gap"] == 0.25 and metrics["logprob_mismatched_tokens"] == 3
 
 
-def test_baseline_metrics_are_the_shares_of_prompts_with_mean_reward_zero_one_and_between():
+def test_baseline_metrics_are_shares_of_samples_whose_baseline_is_zero_one_or_in_between():
     assert baseline_metrics(torch.tensor([0.0, 0.0, 1.0, 0.5])) == {
         "baseline_reward/pct_0": 50.0, "baseline_reward/pct_1": 25.0, "baseline_reward/pct_mixed": 25.0,
     }  # fmt: skip

@@ -33,9 +33,7 @@ INVALID, MALFORMED = {"is_invalid_tool_call"}, {"has_malformed_thinking"}
         (f"a</think>{BROKEN}<think>", True, INVALID | MALFORMED),
     ],
 )
-def test_invalid_tool_calls_are_detected_in_the_answer_or_if_it_is_missing_in_the_reasoning(
-    text, opens_thinking, flags
-):
+def test_invalid_tool_calls_are_detected_in_the_reasoning_only_if_there_is_no_answer(text, opens_thinking, flags):
     assert flags_of(text, opens_thinking) == dict.fromkeys(flags, True)
 
 

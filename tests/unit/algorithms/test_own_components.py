@@ -128,7 +128,7 @@ def test_preflight_check_reports_custom_components_that_cannot_be_imported(overr
     (["grpo.adv_estimator.name=math.pi"], "is 3.14159.* without compute_advantage: derive its class from nemo_rl_cpp.AdvantageEstimator"),
     ([f"loss_fn.name={OWN}Centred"], "Centred is a .* without __call__: derive its class from nemo_rl_cpp.LossFunction, or give a function"),
 ])  # fmt: skip
-def test_error_for_a_custom_component_whose_constructor_fails_names_it(overrides, words):
+def test_error_for_a_failing_constructor_of_a_custom_component_names_the_component(overrides, words):
     config = grpo(*overrides)
     with pytest.raises((ValueError, TypeError), match=words):
         make_loss(config.loss_fn)

@@ -88,7 +88,7 @@ def test_data_path_of_wrong_type_is_reported_by_the_preflight_check():
     assert finding.message == "data_path must be a text, not ['a.jsonl']"
 
 
-def test_error_for_prompts_that_exceed_max_input_length_gives_their_number_and_the_longest_one(found):
+def test_error_for_overlong_prompts_states_their_number_and_the_longest_prompt(found):
     long = rows(*[("1" * n, "2") for n in (40, 41, 45)])
     [(level, key, message)] = found(long, "data.max_input_seq_length=40")
     assert (level, key) == ("error", "data.train")

@@ -86,7 +86,7 @@ def test_preflight_check_reports_a_reward_function_that_is_not_a_dotted_python_n
         import_object(name, "reward function")
 
 
-def test_error_for_a_misspelt_environment_name_suggests_a_registered_one():
+def test_error_for_a_misspelt_environment_name_suggests_a_registered_name():
     assert environment_class("arithmetic").__name__ == "ArithmeticEnvironment"
     with pytest.raises(LoadingError, match=r"no environment is called 'arithmetik'; did you mean arithmetic\?"):
         environment_class("arithmetik")

@@ -330,7 +330,7 @@ def resumed(model, tmp_path, saved_keys, *overrides):
     return [text for _, text in _model_refusals(Saved(**fields), "policy", grpo(model, *overrides).policy)]
 
 
-def test_changed_tie_word_embeddings_of_an_untied_lm_head_does_not_prevent_a_resume(model, tmp_path):
+def test_run_whose_lm_head_was_untied_on_loading_can_resume_from_its_checkpoint(model, tmp_path):
     tied_with_a_head_of_its_own(model)
     assert "tie_word_embeddings" in only(grpo(model), "warning")
     assert resumed(model, tmp_path, {"tie_word_embeddings": False}) == []

@@ -81,7 +81,7 @@ def test_error_for_an_invalid_command_line_override_quotes_the_override(override
     assert where == f"override '{override}'"
 
 
-def test_later_command_line_overrides_take_precedence_over_earlier_ones():
+def test_later_command_line_overrides_replace_earlier_overrides_of_the_same_key():
     assert applied(["+x.y=1", "x.y=2", "a=3", "a=4"]) == base() | {"x": {"y": 2}, "a": 4}
 
 

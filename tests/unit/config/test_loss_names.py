@@ -26,7 +26,7 @@ def test_loss_agg_mode_overrides_token_level_loss_of_the_shipped_configuration()
     assert not loss.token_level_loss
 
 
-def test_dr_grpo_divides_by_max_new_tokens_unless_a_factor_is_set():
+def test_dr_grpo_loss_is_normalised_by_max_new_tokens_unless_another_factor_is_set():
     for given, factor in (("policy.generation.max_new_tokens=7", 7), ("loss_fn.loss_scale_factor=100", 100)):
         assert load_grpo_config(BASE, ["loss_fn.name=dr_grpo", given]).loss_fn.loss_scale_factor == factor
 

@@ -192,7 +192,7 @@ def test_configuration_names_used_in_nemo_rl_guides_are_accepted_in_python():
         RewardScalingConfig(correct=1.0, target_max=2.0)
 
 
-def test_losses_and_estimators_check_settings_given_as_mappings_like_configuration_sections():
+def test_losses_and_estimators_validate_settings_given_as_dictionaries():
     import torch
     from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS
     from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn

@@ -215,7 +215,7 @@ def test_saved_tokenizer_keeps_the_chat_template_of_the_model(tiny, tmp_path):
     assert Tokenizer.from_pretrained(tmp_path / "saved").chat_template == run.chat_template
 
 
-def test_tokenizer_without_a_chat_template_is_saved_without_one(tiny, tmp_path):
+def test_tokenizer_without_a_chat_template_is_saved_without_a_chat_template(tiny, tmp_path):
     tiny.chat_template = None
     tiny.save_pretrained(tmp_path / "base")
     get_tokenizer({"name": str(tmp_path / "base"), "chat_template": None}).save_pretrained(tmp_path / "saved")

@@ -183,7 +183,7 @@ def test_each_row_is_processed_by_the_processor_of_its_task(tiny):
     assert data[1] == {"by": "A", "prompt": "default", "limit": 9, "idx": 1}
 
 
-def test_task_without_a_data_processor_is_an_error_unless_a_defaultdict_supplies_one(tiny):
+def test_task_without_a_data_processor_is_an_error_unless_a_defaultdict_has_a_default_processor(tiny):
     spec = TaskDataSpec()
     with pytest.raises(AssertionError, match="task processor not provided for b"):
         AllTaskProcessedDataset(rows_of("b"), tiny, spec, {"a": (spec, naming("A"))})[0]

@@ -259,7 +259,7 @@ def test_pad_token_defaults_to_the_end_token(tmp_path):
     assert tokenizer.pad_token_id == 0
 
 
-def test_setting_an_end_token_outside_the_vocabulary_adds_it_to_the_vocabulary(tiny):
+def test_setting_an_unknown_end_token_adds_the_token_to_the_vocabulary(tiny):
     tiny.eos_token = "<end>"
     assert tiny.eos_token_id == 16 and len(tiny) == 17 and tiny.vocab_size == 16
     assert tiny.decode(tiny.encode("1<end>"), skip_special_tokens=True) == "1"

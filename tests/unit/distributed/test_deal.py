@@ -45,7 +45,7 @@ def test_every_sample_is_assigned_to_one_rank_and_token_counts_are_balanced(seed
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_samples_of_each_gradient_block_do_not_depend_on_the_number_of_ranks(size):
+def test_assignment_of_samples_to_gradient_blocks_does_not_depend_on_the_number_of_ranks(size):
     data = batch([3, 9, 4, 7, 5, 2, 8, 6])
     one = Ranks().blocks(data, 0, 8, 4)
     several = [block for rank in range(size) for block in Ranks(rank, size).blocks(data, 0, 8, 4)]

@@ -26,7 +26,7 @@ class Cluster:
         self.killed.set()
 
 
-def test_waiting_for_two_clusters_returns_the_results_of_both():
+def test_waiting_for_two_worker_clusters_returns_the_results_of_both():
     assert wait_together((Cluster([1, 2]), []), (Cluster([3]), [])) == [[1, 2], [3]]
 
 
@@ -36,13 +36,13 @@ def test_waiting_for_two_clusters_returns_the_results_of_both():
     (C.RefitRefused("norm has another digest"), C.PeerRefused("rank 1 has refused")),
     (ValueError("mine"), C.PeerRefused("rank 1 has refused")),
 ])  # fmt: skip
-def test_waiting_for_two_clusters_raises_the_root_cause_of_a_failure(order, reason, consequence):
+def test_waiting_for_two_worker_clusters_raises_the_root_cause_of_a_failure(order, reason, consequence):
     clusters = [Cluster(error=reason), Cluster(error=consequence)][::order]
     with pytest.raises(type(reason), match=str(reason)):
         wait_together(*((cluster, []) for cluster in clusters))
 
 
-def test_failure_of_one_cluster_terminates_workers_of_the_other_that_wait_for_it(monkeypatch):
+def test_failure_of_one_worker_cluster_terminates_waiting_workers_of_the_other_cluster(monkeypatch):
     monkeypatch.setattr(worker_calls, "GRACE_SECONDS", 0.01)
     monkeypatch.setattr(worker_calls, "WAIT_SECONDS", 0.01)
     waits = Cluster(hangs=True)

@@ -35,7 +35,7 @@ def test_timeout_error_raised_inside_agent_code_is_counted_as_an_error_and_not_a
     assert "the page did not load" in capsys.readouterr().out
 
 
-def test_agent_rollouts_that_exceed_the_timeout_are_counted_and_reported_once(capsys):
+def test_agent_rollouts_that_exceed_the_timeout_are_counted_and_give_one_warning(capsys):
     playing = Playing(None, None, AgentResult(1.0), timeout_s=0.01)
     late, _, good = playing.play()
     assert late.error == "it was not over within 0.01 s (timeout_s)" and good.reward == 1.0

@@ -25,7 +25,7 @@ def pool():
 
 
 @pytest.mark.slow
-def test_verifier_pool_kills_hanging_verifications_and_completes_the_others(pool):
+def test_verifier_pool_kills_hanging_verifications_and_completes_all_others(pool):
     before = set(verifier_pids(pool))
     verdicts = pool.verify(["ok", "bigint", "ok", "sleep", "ok", "stopped", "wrong"], ["ok"] * 7)
     assert verdicts.scores == [1, 0, 1, 0, 1, 0, 0]

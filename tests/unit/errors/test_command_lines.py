@@ -80,7 +80,7 @@ def test_every_command_prints_version_and_help(main, capsys):
         assert ("grpo_tiny.yaml" in listed) == (main is run_grpo_math.main)
 
 
-def test_train_and_eval_commands_accept_every_kind_of_configuration(capsys):
+def test_train_and_eval_commands_run_configurations_of_every_algorithm(capsys):
     """From a wheel there are no scripts: `nemo-rl-cpp train` and `eval` are the same runs."""
     for command, file in (("train", "grpo_tiny.yaml"), ("train", "ppo_tiny.yaml"), ("eval", "evals/eval.yaml")):
         assert cli.main([command, "--config", file, "--dry-run"]) == 0

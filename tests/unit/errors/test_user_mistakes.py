@@ -209,7 +209,7 @@ def one_line(capsys):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_user_error_is_one_line_with_the_expected_exit_status(case, capsys, monkeypatch):
+def test_user_mistakes_give_a_one_line_error_with_the_expected_exit_status(case, capsys, monkeypatch):
     overrides, status, words, *prepare = CASES[case]
     arguments = [*SMALL, "logger.log_dir=logs", *overrides()]
     for change in prepare:
@@ -226,7 +226,7 @@ def test_user_error_is_one_line_with_the_expected_exit_status(case, capsys, monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["misspelt module", "no file", "no such folder", "no tokenizer"])
-def test_user_error_is_reported_before_torch_is_loaded(case):
+def test_user_mistakes_are_reported_before_torch_is_imported(case):
     overrides, *_ = CASES[case]
     code = (
         "import sys\nfrom nemo_rl_cpp.run_grpo_math import main\n"

@@ -62,7 +62,7 @@ def test_response_generated_with_transformers_does_not_depend_on_other_samples_i
     torch.testing.assert_close(policy.get_logprobs(scored)["logprobs"], out["logprobs"], rtol=0, atol=1e-5)
 
 
-def test_samples_generated_with_transformers_depend_on_seed_stream_and_draw_id(kind="gemma"):
+def test_samples_generated_with_transformers_depend_on_every_part_of_the_sampling_seed(kind="gemma"):
     policy, data = policy_of(kind), prompts()
 
     def sampled(seed=5, greedy=False, **changes):

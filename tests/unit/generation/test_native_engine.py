@@ -123,7 +123,7 @@ def test_generation_output_has_the_documented_shapes_dtypes_and_padding():
         assert out["logprobs"][r, :start].eq(0).all() and out["logprobs"][r, start + 8 :].eq(0).all()
 
 
-def test_prompts_without_draw_ids_get_consecutive_draw_ids_and_different_samples():
+def test_repeated_prompts_without_explicit_draw_ids_get_different_samples():
     generation = make()
     first, second = generation.generate(batch([[3, 4]] * 2)), generation.generate(batch([[3, 4]] * 2))
     texts = responses(batch([[3, 4]] * 2), first) + responses(batch([[3, 4]] * 2), second)

@@ -95,7 +95,7 @@ def test_logging_a_batch_with_unequal_field_lengths_is_an_error(tmp_path):
     assert (tmp_path / "empty.jsonl").read_text() == ""
 
 
-def test_logs_of_a_resumed_run_equal_those_of_an_uninterrupted_one(tmp_path):
+def test_logs_of_a_resumed_run_equal_those_of_an_uninterrupted_run(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     with Logger({"log_dir": str(whole)}) as logger:
         log_steps(logger, 1, 6)

@@ -8,7 +8,7 @@ from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.config.fold import exactness_text
 
 
-def test_generation_backend_is_the_training_backend_unless_it_is_set():
+def test_generation_backend_defaults_to_the_training_backend():
     native, hf = load_grpo_config("grpo_tiny.yaml"), load_grpo_config("grpo_tiny.yaml", ["policy.backend=hf"])
     assert (native.policy.generation.backend, hf.policy.generation.backend) == ("native", "hf")
     assert native.loss_fn.use_importance_sampling_correction is False and "equal to the bit" in exactness_text(native)

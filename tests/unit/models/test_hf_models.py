@@ -191,7 +191,7 @@ def test_ten_critic_steps_with_transformers_match_those_of_the_native_critic(lla
 
 
 @pytest.mark.parametrize("model_type", FIVE)
-def test_saved_critic_of_any_transformers_architecture_loads_again(model_type, tmp_path):
+def test_critic_of_every_transformers_architecture_can_be_saved_and_loaded(model_type, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     value = hf_value(model_type)

@@ -179,7 +179,7 @@ def test_lora_a_is_initialised_from_the_seed_and_lora_b_with_zeros(init):
     assert plain.digest() == model.digest()
 
 
-def test_each_tensor_parallel_rank_has_its_slice_of_the_lora_adapter():
+def test_each_tensor_parallel_rank_holds_its_slice_of_the_lora_adapter():
     folder = tiny_random({**SIZES, "vocab_size": 4096})
     lora = lora_of(folder)
     whole = adapted(lora, folder)

@@ -46,7 +46,7 @@ def test_megatron_lora_targets_select_one_adapter_per_fused_projection(keys, mor
 
 
 @pytest.mark.parametrize("more", [{}, MAMBA], ids=["llama", "mamba"])
-def test_megatron_lora_adapter_is_saved_with_a_repeated_for_each_projection_and_restored_exactly(tmp_path, more):
+def test_megatron_lora_adapter_is_saved_as_one_adapter_per_projection_and_restored_exactly(tmp_path, more):
     folder = tiny_random(SIZES | more)
     lora = Lora.of(policy(), folder, "policy")
 

@@ -244,7 +244,7 @@ def test_nan_in_later_tokens_does_not_change_the_attention_output_of_earlier_tok
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sequence_that_continues_a_copied_kv_cache_block_gets_the_attention_of_an_unshared_cache(dtype):
+def test_attention_over_a_copied_kv_cache_block_is_the_same_as_without_sharing(dtype):
     """Copy-on-write of a prompt's last block: both continue as if alone."""
     shape, prompt, more = (9, 3, 64), 45, 30
     heads = heads_of(shape)

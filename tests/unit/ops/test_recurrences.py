@@ -175,7 +175,7 @@ def in_chunks(rule, arguments, w, bias, shape, chunk):
 
 @pytest.mark.parametrize(("name", "shape"), [case for case in CASES if case[0] != "mamba2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recurrence_outputs_are_bit_identical_for_any_chunks_packing_prefix_sharing_and_threads(name, shape, dtype):
+def test_recurrence_outputs_are_bit_identical_for_any_chunking_packing_and_number_of_threads(name, shape, dtype):
     rule, of_tokens = RULES[name], RULES[name].of_tokens
     arguments = rule.inputs(shape, dtype)
     w = draw(arguments[0].shape[1], shape[4], dtype=dtype, seed=7)

@@ -184,7 +184,7 @@ def test_run_with_healthy_metrics_gives_no_warning():
     assert not Alerts().learned_nothing and Alerts().table() == {}
 
 
-def test_warning_is_printed_once_it_becomes_serious_during_the_run():
+def test_warning_that_becomes_serious_during_the_run_is_printed_at_that_step():
     alerts = Alerts()
     for step in range(1, 11):
         assert alerts.step(step, ALIVE) == []
@@ -205,6 +205,6 @@ def test_each_serious_warning_has_a_separate_row_in_the_final_table():
     "section, key",
     [("ppo", "num_prompts_per_step"), ("grpo", "num_prompts_per_step"), ("distillation", "max_num_steps")],
 )
-def test_advice_on_truncated_responses_names_keys_of_the_runs_own_section(section, key):
+def test_advice_about_truncated_responses_names_configuration_keys_of_the_algorithm_in_use(section, key):
     history = MetricHistory([{"step": 1, "train/truncation_rate": 0.5}], {section: {key: 4}})
     assert f"({section}.reward_shaping, {section}.overlong_filtering)" in findings.truncation(history).advice

@@ -74,7 +74,7 @@ def test_report_shows_samples_whose_tokens_cannot_be_decoded_as_text(tmp_path):
     assert step["groups"][0]["answers"][0] == shown
 
 
-def test_report_shows_only_first_last_and_some_other_steps_if_samples_exceed_the_size_limit(tmp_path):
+def test_report_omits_samples_of_some_middle_steps_if_samples_exceed_the_size_limit(tmp_path):
     long = row("x" * 700, [1] * 700, [-1.0] * 700)
     for step in range(1, 12):
         rows = [long | {"group_id": n // 17, "rewards": n // 17} for n in range(34)]

@@ -77,7 +77,7 @@ def test_streamed_pieces_of_a_served_response_concatenate_to_the_whole_response(
     assert deltas[-1]["finish_reason"] == choice["finish_reason"]
 
 
-def test_served_response_ends_before_a_stop_string_unless_the_request_includes_it(http):
+def test_served_response_omits_the_stop_string_unless_include_stop_str_in_output_is_set(http):
     ask = {"prompt": "Hello there", "max_tokens": 60, "temperature": 1, "seed": 3}
     text = post(http, "/v1/completions", **ask)["choices"][0]["text"]
     stop = text[6:9]

@@ -121,7 +121,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("route", "body", "status"), HOSTILE)
-def test_malformed_tinker_requests_are_rejected_with_a_reason(served, route, body, status):
+def test_malformed_tinker_requests_are_rejected_with_an_error_that_states_the_reason(served, route, body, status):
     url = served[0]
     if isinstance(body, dict) and body.get("model_id") == "MODEL":
         body = body | {"model_id": new_model(url)}
@@ -148,7 +148,7 @@ def test_invalid_tinker_request_to_create_a_model_is_a_user_error(served, body):
     assert failed["category"] == "user" and failed["error"]
 
 
-def test_tinker_sampler_works_after_a_cancelled_request_and_rejects_invalid_ones(served):
+def test_tinker_sampler_works_after_a_cancelled_request_and_rejects_invalid_requests(served):
     url, service = served
     sdk = tinker.ServiceClient(base_url=url, api_key=KEY)
     sampler = sdk.create_sampling_client(base_model="tiny").result()

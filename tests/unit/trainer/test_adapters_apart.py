@@ -69,7 +69,7 @@ def test_float32_gradients_of_an_unmerged_lora_adapter_match_float64_within_1e_5
         assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
-def test_bfloat16_gradients_of_unmerged_lora_adapters_are_as_accurate_as_those_of_merged_ones():
+def test_bfloat16_gradients_of_unmerged_lora_adapters_are_as_accurate_as_with_merged_adapters():
     """Both models have the same W in both types; the distance is that of bfloat16's activations."""
     errors = {}
     for merge in (True, False):

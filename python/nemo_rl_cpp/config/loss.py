@@ -71,9 +71,10 @@ class ClippedPGLossConfig(Section):
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence per token: k1, k2 or k3."""
     kl_input_clamp_value: Real | None = key(20.0, gt=0)
-    """Clamp the log-ratio of policy and reference model to plus or minus this before computing the KL. null: off."""
+    """Clamp the log-ratio of policy and reference model to plus or minus this before computing the KL. null: off. With
+    use_kl_in_reward the limit is 20."""
     kl_output_clamp_value: Real | None = key(10.0, gt=0)
-    """Clamp the KL of a token to plus or minus this value. null: no limit."""
+    """Clamp the KL of a token to plus or minus this value. null: no limit. With use_kl_in_reward the limit is 10."""
     use_kl_in_reward: bool = key(False, "Subtract the KL from the reward instead of adding it to the loss.")
     ratio_clip_min: NonNegative = key(0.2, "The probability ratio is clipped below at 1 - ratio_clip_min.")
     ratio_clip_max: NonNegative = 0.2

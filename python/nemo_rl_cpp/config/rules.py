@@ -129,6 +129,10 @@ def _check_kl(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> Non
     if loss.use_kl_in_reward and estimator != takes_kl and not is_user_defined(estimator):
         text = f"needs {name}.adv_estimator.name {takes_kl}, not {estimator}; set it to false or change the estimator"
         report.add("loss_fn.use_kl_in_reward", text, f"{name}.adv_estimator.name")
+    # as in NeMo RL, these settings belong to the KL term of the loss
+    for key in ("kl_input_clamp_value", "kl_output_clamp_value", "use_on_policy_kl_approximation"):
+        if loss.use_kl_in_reward and getattr(loss, key) != type(loss).model_fields[key].default:
+            _not_read(report, f"loss_fn.{key}", "use_kl_in_reward: true")
 
 
 def _check_force_on_policy(config: TrainMasterConfig, report: Report) -> None:

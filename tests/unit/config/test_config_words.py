@@ -98,6 +98,22 @@ def test_error_for_a_section_set_to_true_or_false_names_the_key_that_enables_the
     assert problem.endswith(f"; set {key}")
 
 
+KL_IN_REWARD = [
+    "loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.01", "grpo.adv_estimator.name=reinforce_plus_plus",
+    "grpo.skip_reference_policy_logprobs_calculation=false",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "override", ["loss_fn.kl_input_clamp_value=5", "loss_fn.kl_output_clamp_value=null", "loss_fn.use_on_policy_kl_approximation=true"]
+)  # fmt: skip
+def test_command_line_key_of_the_kl_term_in_the_loss_is_an_error_if_the_kl_is_in_the_reward(override):
+    (problem,) = problems(overrides=[*KL_IN_REWARD, override])
+    assert override.partition("=")[0] in problem and "has no effect with use_kl_in_reward: true" in problem
+    load_grpo_config("run.yaml", [override])
+    load_grpo_config("run.yaml", [*KL_IN_REWARD, "loss_fn.kl_input_clamp_value=20"])
+
+
 @pytest.mark.parametrize("override", ["loss_fn.dro_beta=0.2", "loss_fn.ppo_kl_coef=0.2", "loss_fn.clip_cov_lb=2.0"])
 def test_command_line_key_that_only_affects_another_loss_is_an_error(override):
     (problem,) = problems(overrides=[override])

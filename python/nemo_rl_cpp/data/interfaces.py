@@ -121,11 +121,6 @@ class TaskDataSpec:
                 f"{key}: {file} is not UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8"
             ) from None
 
-    def copy_defaults(self, from_spec: TaskDataSpec) -> None:
-        """Copy `prompt` and `system_prompt` from `from_spec`, each only if it is None here."""
-        self.prompt = from_spec.prompt if self.prompt is None else self.prompt
-        self.system_prompt = from_spec.system_prompt if self.system_prompt is None else self.system_prompt
-
 
 TaskDataProcessFnCallable = Callable[[Row, TaskDataSpec, TokenizerType, int | None, int], DatumSpec]
 """A processor: (row, task's settings, tokenizer, maximum length, index of the row) -> DatumSpec."""

@@ -22,11 +22,6 @@ class WeightedParts(dict[str, "Tensor"]):
         super().__init__(parts)
         self.weights = dict(weights)
 
-    @staticmethod
-    def like(given: "dict[str, Tensor]", parts: "dict[str, Tensor]") -> "dict[str, Tensor]":
-        """Return the reward components `parts` (name -> tensor), with the weights of `given` if it has any."""
-        return WeightedParts(parts, given.weights) if isinstance(given, WeightedParts) else parts
-
 
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     """The result of an environment for a batch of conversations.

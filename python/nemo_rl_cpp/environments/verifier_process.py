@@ -70,11 +70,10 @@ def main(target: str, options_json: str) -> None:
 
     while True:
         response, truth, kwargs = pickle.loads(parent.recv_bytes())
-        before = getattr(verifier, "unmatchable", 0)
         try:
-            scores, found = verifier.verify([response], [truth], return_extracted_answer=True, **kwargs)
-            reply: Reply = {"score": float(scores[0]), "answer": None if found[0] is None else str(found[0])}
-            reply["unmatchable"] = getattr(verifier, "unmatchable", 0) > before
+            score, answer, unmatchable = verifier.verify(response, truth, **kwargs)
+            found = None if answer is None else str(answer)
+            reply: Reply = {"score": float(score), "answer": found, "unmatchable": unmatchable}
         except Exception as error:  # a usage error, because a verifier gives a faulty response score 0
             reply = {"error": f"{type(error).__name__}: {error}"}
         parent.send_bytes(json.dumps(reply).encode())

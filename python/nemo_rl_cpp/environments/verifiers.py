@@ -76,10 +76,7 @@ class UnmatchableTruthError(ValueError):
 
 
 class VerifierBase(ABC):
-    """The base class of verifiers, which score responses one by one. A response on which `judge` raises an exception
-    gets score 0. `unmatchable` counts the responses with score 0 whose ground truth no response can match."""
-
-    unmatchable = 0
+    """The base class of verifiers, which score responses one by one."""
 
     # the exceptions that give score 0; a library's timeout may not be an Exception
     caught: tuple[type[BaseException], ...] = (Exception,)
@@ -88,23 +85,17 @@ class VerifierBase(ABC):
     def judge(self, response: str, ground_truth: str, **kwargs: object) -> Verdict:
         """Return (score, extracted answer or None) for one response."""
 
-    def verify(
-        self, pred_responses: list[str], ground_truths: list[str], return_extracted_answer: bool = False, **kwargs: object
-    ) -> list[float] | tuple[list[float], list[str | None]]:  # fmt: skip
-        """Return the scores of B responses; with `return_extracted_answer` also their answers, which may be None."""
-        verdicts = []
-        for response, truth in zip(pred_responses, ground_truths):
-            try:
-                verdicts.append(self.judge(response, truth, **kwargs))
-            except VerifierUseError:
-                raise
-            except UnmatchableTruthError:
-                self.unmatchable += 1
-                verdicts.append((0.0, None))
-            except self.caught:
-                verdicts.append((0.0, None))
-        scores = [score for score, _ in verdicts]
-        return (scores, [answer for _, answer in verdicts]) if return_extracted_answer else scores
+    def verify(self, response: str, ground_truth: str, **kwargs: object) -> tuple[float, str | None, bool]:
+        """Return (score, extracted answer or None, whether no response can match the ground truth). The score is 0 if
+        `judge` raises an exception."""
+        try:
+            return *self.judge(response, ground_truth, **kwargs), False
+        except VerifierUseError:
+            raise
+        except UnmatchableTruthError:
+            return 0.0, None, True
+        except self.caught:
+            return 0.0, None, False
 
 
 class HFVerifyWorker(VerifierBase):

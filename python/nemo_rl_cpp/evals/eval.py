@@ -23,7 +23,7 @@ from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.tokenizer import get_tokenizer
 from nemo_rl_cpp.distributed.cluster import check_device, use_threads
 from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
-from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts
+from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, checked_return
 from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.environments.remote import answer_of, call_remote, shut_down
 from nemo_rl_cpp.environments.response_data import Limits, inspect_rows, say
@@ -40,7 +40,7 @@ from nemo_rl_cpp.models.hf_config import max_positions
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.rollouts.rollout_metrics import combine_rollout_metrics, environment_metrics, rollout_metrics
-from nemo_rl_cpp.rollouts.rollouts import Conversations, repeat_prompts, visible
+from nemo_rl_cpp.rollouts.rollouts import Conversations, merged_returns, repeat_prompts, visible
 from nemo_rl_cpp.user_code import serve
 
 
@@ -227,10 +227,7 @@ def _score(active: BatchedDataDict, env: Environment, name: str) -> EnvironmentR
     options = {"return_extracted_answer": True} if takes_answers else {}
     logs = [visible(log) for log in active["message_log"]]
     scored = answer_of(env, call_remote(env, "step", logs, active["extra_env_info"], **options), name)
-    if isinstance(scored.rewards, dict):  # `Conversations` computes the weighted sum, as in training
-        parts = {name: torch.as_tensor(values, dtype=torch.float32) for name, values in scored.rewards.items()}
-        return scored._replace(rewards=WeightedParts.like(scored.rewards, parts))
-    return scored
+    return merged_returns([(list(range(len(logs))), checked_return(scored, len(logs), name))], len(logs))
 
 
 def prompt_scores(rewards: list[float], answers: list[str | None], config: MasterConfig) -> list[float]:

@@ -33,7 +33,6 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
         section = as_model(cfg, LoggerConfig, "logger")
         if isinstance(cfg, Mapping) and "log_dir" not in cfg:
             raise ValueError("logger.log_dir is missing: give the folder for the logs of the run")
-        self.base_log_dir = str(section.log_dir)
         self.log_dir = Path(section.log_dir).absolute()  # the user's code may change the working directory
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.loggers: list[LoggerInterface] = []

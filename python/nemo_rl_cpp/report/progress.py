@@ -4,7 +4,6 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -41,23 +40,16 @@ _FIRST = {
 """Phase -> the text that is printed when it begins in the first step, if there is no live line."""
 
 
-class Progress(AbstractContextManager["Progress"]):
-    """A display of a run's progress.
+class Progress:
+    """A display of a run's progress. `Timer.subscribe(progress)` makes it show the run's phases.
 
-        with Progress(total_steps=100, start_step=state.step) as progress:
-            timer.subscribe(progress)                # phases appear by themselves, or: progress.phase("generation")
-            ...
-            progress.step(step, metrics)
-            progress.finish({"reward": "0.15 -> 0.62", ...})
-
-    `mode` is "live" (one line, redrawn in place), "notebook" (the same in the cell's output), "plain" (one line per
-    step) or "quiet"; None chooses by the kind of output. Other output printed during the run appears above the live
-    line."""
+    `mode` is "live" (one line, redrawn in place), "notebook" (the same in the cell's output) or "plain" (one line per
+    step); None chooses by the kind of output. Other output printed during the run appears above the live line."""
 
     def __init__(
-        self, total_steps: int | None, start_step: int = 0, mode: str | None = None, console: Console | None = None
+        self, total_steps: int, start_step: int = 0, mode: str | None = None, console: Console | None = None
     ) -> None:
-        """Start the display of a run of `total_steps` steps (None: unknown) on `console` (None: stdout)."""
+        """Start the display of a run of `total_steps` steps on `console` (None: stdout)."""
         self.total_steps = total_steps
         self.mode = mode or _choose_mode(console)
         self._console = console
@@ -90,42 +82,34 @@ class Progress(AbstractContextManager["Progress"]):
         if depth == 0 and label != TOTAL:
             self.phase(label.removesuffix("/total"))
 
-    def step(self, step: int, metrics: Mapping[str, object] | None = None) -> None:
+    def step(self, step: int, metrics: Mapping[str, object]) -> None:
         """Show that step `step` (counted from 1) is complete, with its metrics."""
         now = time.monotonic()
         for name in _SHOWN:
-            if (value := as_number((metrics or {}).get(name))) is not None:
+            if (value := as_number(metrics.get(name))) is not None:
                 self._metrics[name] = value
         if self._first_step_end is None:
             self._first_step_end, self._start_step = now, step
         took, self._step, self._step_began = now - self._step_began, step, now
         if self.mode == "plain":
-            self._print(" | ".join(filter(None, [self._head(), self._values(), duration(took)])) + self._tail(now))
+            self.print(" | ".join(filter(None, [self._head(), self._values(), duration(took)])) + self._tail(now))
         elif self.mode == "notebook":
             self._show_notebook()
 
-    def print(self, text: str) -> None:
-        if self.mode != "quiet":
-            self._print(text)
-
-    def finish(self, summary: Mapping[str, object] | None = None, title: str = "Run") -> None:
+    def finish(self, summary: Mapping[str, str], title: str) -> None:
         """End the live line and print a table of `summary`."""
         self.close()
-        if summary and self.mode != "quiet":
-            table = Table(title=title, show_header=False, title_justify="left")
-            table.add_column(style="bold")
-            table.add_column()
-            for key, value in summary.items():
-                table.add_row(str(key), format_number(value) if isinstance(value, float) else str(value))
-            self._get_console().print(table)
+        table = Table(title=title, show_header=False, title_justify="left")
+        table.add_column(style="bold")
+        table.add_column()
+        for key, text in summary.items():
+            table.add_row(key, text)
+        self._get_console().print(table)
 
     def close(self) -> None:
         """End the live line. Further calls do nothing."""
         if self._live is not None:
             self._live.stop()
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     # ---- the line
 
@@ -135,19 +119,8 @@ class Progress(AbstractContextManager["Progress"]):
         phase = f"{self._phase} {duration(now - self._phase_began)}"
         return " | ".join(filter(None, [self._head(), phase, self._values()])) + self._tail(now)
 
-    def eta_seconds(self, now: float | None = None) -> float | None:
-        """Return the estimated seconds left at `now`, a time of `time.monotonic()` (None: the present); None if
-        unknown. The estimate uses the mean time of all steps but the first, which includes warm-up."""
-        if self.total_steps is None or self._first_step_end is None:
-            return None
-        now = time.monotonic() if now is None else now
-        done = self._step - self._start_step
-        mean = (self._step_began - self._first_step_end) / done if done else self._first_step_end - self._began
-        left = mean * (self.total_steps - self._step) - (now - self._step_began)
-        return max(left, 0.0)
-
     def _head(self) -> str:
-        return f"step {self._step}" + (f"/{self.total_steps}" if self.total_steps is not None else "")
+        return f"step {self._step}/{self.total_steps}"
 
     def _values(self) -> str:
         shown = {label: self._metrics[name] for name, label in _SHOWN.items() if name in self._metrics}
@@ -156,8 +129,13 @@ class Progress(AbstractContextManager["Progress"]):
         return "  ".join(f"{label} {format_number(value)}" for label, value in shown.items())
 
     def _tail(self, now: float) -> str:
-        left = self.eta_seconds(now)
-        return "" if left is None or self._step >= (self.total_steps or 0) else f" | {duration(left)} left"
+        """Return the time left, estimated by the mean of all steps but the first, which includes warm-up."""
+        if self._first_step_end is None or self._step >= self.total_steps:
+            return ""
+        done = self._step - self._start_step
+        mean = (self._step_began - self._first_step_end) / done if done else self._first_step_end - self._began
+        left = mean * (self.total_steps - self._step) - (now - self._step_began)
+        return f" | {duration(max(left, 0.0))} left"
 
     # ---- where it goes
 
@@ -165,7 +143,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._console = self._console or Console()
         return self._console
 
-    def _print(self, text: str) -> None:
+    def print(self, text: str) -> None:
         if self.mode == "live":
             self._get_console().print(text, markup=False, highlight=False)
         elif self._console is not None:

@@ -89,10 +89,10 @@ def calculate_rewards(
     for rows, result in started:
         task = batch["task_name"][rows[0]]
         answers.append((rows, checked_return(answer_of(task_to_env[task], result, task), len(rows), task)))
-    return _merge(answers, len(batch["message_log"]))
+    return merged_returns(answers, len(batch["message_log"]))
 
 
-def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> EnvironmentReturn:
+def merged_returns(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> EnvironmentReturn:
     """Merge the results of several environments, (rows, result) each, in the order of the batch's rows."""
     if len({isinstance(part.rewards, dict) for _, part in parts}) > 1:
         raise ValueError("some environments of this batch give one reward, others a dictionary of them")

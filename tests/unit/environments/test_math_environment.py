@@ -74,14 +74,15 @@ def test_math_environment_counts_unparsable_ground_truths(env):
     (EnglishMultichoiceVerifyWorker, "**B**", "Answer: B"),
 ])  # fmt: skip
 def test_multiple_choice_ground_truth_that_is_not_a_letter_is_counted_as_unparsable(verifier, truth, right):
-    worker = verifier()
-    assert worker.verify([right, right, right], [truth, "(B) two", ""]) == [1.0, 0.0, 0.0] and worker.unmatchable == 2
+    verdicts = [verifier().verify(right, each) for each in (truth, "(B) two", "")]
+    assert [score for score, _, _ in verdicts] == [1.0, 0.0, 0.0]
+    assert [unmatchable for _, _, unmatchable in verdicts] == [False, True, True]
 
 
 def test_dapo_verifier_scores_every_response_zero_if_the_ground_truth_is_empty():
-    worker = HFVerifyWorker()
-    assert worker.verify(["Answer: units", "Answer: 3"], ["", "3"], math_verify_impl="dapo_math_verify") == [0.0, 1.0]
-    assert worker.unmatchable == 1
+    worker, dapo = HFVerifyWorker(), {"math_verify_impl": "dapo_math_verify"}
+    assert worker.verify("Answer: units", "", **dapo) == (0.0, None, True)
+    assert worker.verify("Answer: 3", "3", **dapo) == (1.0, "3", False)
 
 
 @pytest.mark.parametrize(("answer", "normal"), [
@@ -118,8 +119,7 @@ def test_fast_path_for_plain_numbers_agrees_with_math_verify():
         verdict = worker.shortcut(text, truth)
         if verdict is not None:
             taken += 1
-            scores, answers = worker.verify([text], [truth], return_extracted_answer=True)
-            assert verdict == (scores[0], answers[0]), (text, truth)
+            assert (*verdict, False) == worker.verify(text, truth), (text, truth)
     assert taken > 300
 
 
@@ -146,14 +146,15 @@ def test_math_environment_scores_with_the_configured_verifier():
 def test_english_multiple_choice_verifier_reads_the_letter_after_the_word_answer():
     worker = EnglishMultichoiceVerifyWorker()
     texts = ["Answer: A", "**Answer**: B and Answer: C", "answer : $\\boxed{D}$", "A", "Answer:\nA"]
-    scores, answers = worker.verify(texts, ["A", "B", "D", "A", "A"], return_extracted_answer=True)
-    assert scores == [1, 1, 1, 0, 0] and answers == ["A", "B", "D", None, None]
+    verdicts = [worker.judge(text, truth) for text, truth in zip(texts, ["A", "B", "D", "A", "A"])]
+    assert verdicts == [(1, "A"), (1, "B"), (1, "D"), (0, None), (0, None)]
 
 
 def test_multilingual_multiple_choice_verifier_reads_the_letter_after_the_localised_word_answer():
     worker = MultilingualMultichoiceVerifyWorker()
     texts = ["Antwort: C", "Respuesta: D", "الإجابة: ب", "উত্তর: অ", "回答：Ｄ", "Réponse : B", "Jibu: A", "E"]
-    assert worker.verify(texts, ["C", "D", "B", "A", "D", "B", "A", "E"]) == [1, 1, 1, 1, 1, 1, 1, 0]
+    scores = [worker.judge(text, truth)[0] for text, truth in zip(texts, ["C", "D", "B", "A", "D", "B", "A", "E"])]
+    assert scores == [1, 1, 1, 1, 1, 1, 1, 0]
 
 
 def test_calling_math_verify_outside_the_main_thread_is_an_error():

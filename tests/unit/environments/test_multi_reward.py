@@ -8,7 +8,7 @@ from nemo_rl_cpp.algorithms.algorithm import grpo_advantages
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.environments.math_environment import MathMultiRewardEnvironment
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
-from nemo_rl_cpp.rollouts.rollouts import _merge
+from nemo_rl_cpp.rollouts.rollouts import merged_returns
 
 RESPONSES = {
     "<think>2 and 2</think>\n<answer>4</answer>": (1, 1, 1),
@@ -62,7 +62,7 @@ def test_reward_function_environment_returns_one_reward_component_per_function_w
 def test_reward_components_keep_their_weights_if_batches_are_merged_or_pickled():
     environment = RewardFunctionEnvironment([longer, even], [0.5, -2.0], as_parts=True)
     answers = [environment.step(logs([text]), [{}]) for text in ("ab", "abc")]
-    merged = _merge([([1], answers[0]), ([0], answers[1])], 2).rewards
+    merged = merged_returns([([1], answers[0]), ([0], answers[1])], 2).rewards
     again = pickle.loads(pickle.dumps(merged))
     assert again["longer"].tolist() == [3, 2] and again.weights == {"longer": 0.5, "even": -2.0}
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import nemo_rl_cpp
 import pytest
+from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
 from nemo_rl_cpp.files.prompt_files import find_file
 
@@ -34,5 +35,5 @@ def test_task_data_spec_takes_only_missing_prompts_from_the_defaults():
     spec, default = TaskDataSpec("t"), TaskDataSpec()
     default.prompt, default.system_prompt = "p", "s"
     spec.system_prompt = "own"
-    spec.copy_defaults(default)
+    AllTaskProcessedDataset([], None, default, {"t": (spec, None)})
     assert (spec.prompt, spec.system_prompt) == ("p", "own")

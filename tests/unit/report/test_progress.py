@@ -20,28 +20,28 @@ def clock(monkeypatch):
 
 
 def test_training_progress_is_printed_as_plain_lines_if_output_is_not_a_terminal(capsys, clock):
-    with Progress(total_steps=3) as progress:
-        assert progress.mode == "plain"
-        clock.now += 10
-        progress.step(1, {"reward": 0.5, "loss": -0.012345, "tokens_per_sec": 81234.0, "note": "x"})
-        clock.now += 4
-        progress.step(2, {"reward": 0.75})
-        progress.print("a word")
-        clock.now += 4
-        progress.step(3)
-        progress.finish({"reward": "0.5 -> 0.75", "best": 0.123456789})
+    progress = Progress(total_steps=3)
+    assert progress.mode == "plain"
+    clock.now += 10
+    progress.step(1, {"reward": 0.5, "loss": -0.012345, "tokens_per_sec": 81234.0, "note": "x"})
+    clock.now += 4
+    progress.step(2, {"reward": 0.75})
+    progress.print("a word")
+    clock.now += 4
+    progress.step(3, {})
+    progress.finish({"reward": "0.5 -> 0.75"}, "GRPO: finished")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step 1/3 | reward 0.5  loss -0.01235  tok/s 81.2k | 10.0 s | 20.0 s left"
     assert lines[1] == "step 2/3 | reward 0.75  loss -0.01235  tok/s 81.2k | 4.0 s | 4.0 s left"
     assert lines[2] == "a word" and lines[3].startswith("step 3/3") and "left" not in lines[3]
     table = "\n".join(lines[4:])
-    assert "0.5 -> 0.75" in table and "0.1235" in table
+    assert "0.5 -> 0.75" in table and "GRPO: finished" in table
 
 
 def test_progress_line_shows_the_accuracy_only_if_it_differs_from_the_reward(capsys):
-    with Progress(total_steps=2) as progress:
-        progress.step(1, {"reward": 0.078125, "accuracy": 0.0781250074505806})
-        progress.step(2, {"reward": 0.078125, "accuracy": 0.25})
+    progress = Progress(total_steps=2)
+    progress.step(1, {"reward": 0.078125, "accuracy": 0.0781250074505806})
+    progress.step(2, {"reward": 0.078125, "accuracy": 0.25})
     first, second = capsys.readouterr().out.splitlines()
     assert "reward 0.07812 |" in first and "reward 0.07812  acc 0.25 |" in second
 
@@ -59,7 +59,7 @@ def test_progress_line_in_a_terminal_shows_phase_and_remaining_time(clock):
     clock.now += 8
     progress.step(1, {"reward": 0.5})
     clock.now += 6
-    progress.step(2)
+    progress.step(2, {})
     clock.now += 1
     progress.phase("policy_training")
     assert progress.line() == "step 2/10 | policy_training 0.0 s | reward 0.5 | 47.0 s left"
@@ -68,27 +68,13 @@ def test_progress_line_in_a_terminal_shows_phase_and_remaining_time(clock):
 
 
 def test_remaining_time_of_a_resumed_run_is_estimated_from_its_steps_after_the_resume(clock):
-    progress = Progress(100, start_step=50, mode="quiet")
-    clock.now += 30
-    progress.step(51)
-    assert progress.eta_seconds() == pytest.approx(30 * 49)
-    clock.now += 2
-    progress.step(52)
-    assert progress.eta_seconds() == pytest.approx(2 * 48)
-
-
-def test_progress_line_shows_no_remaining_time_for_runs_of_unknown_length():
-    assert Progress(None, mode="quiet").eta_seconds() is None
-    assert "left" not in Progress(None, mode="quiet").line()
-
-
-def test_no_progress_is_printed_in_quiet_mode(capsys):
-    with Progress(1, mode="quiet") as progress:
-        progress.phase("x")
-        progress.step(1, {"reward": 1.0})
-        progress.print("word")
-        progress.finish({"a": 1})
-    assert capsys.readouterr().out == ""
+    progress = Progress(100, start_step=50)
+    clock.now += 3
+    progress.step(51, {})
+    assert progress.line().endswith("2 min 27 s left")
+    clock.now += 1
+    progress.step(52, {})
+    assert progress.line().endswith("48.0 s left")
 
 
 def test_progress_line_is_updated_in_place_in_a_notebook(monkeypatch):

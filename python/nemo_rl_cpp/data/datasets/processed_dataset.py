@@ -105,8 +105,10 @@ class AllTaskProcessedDataset:
             raise ValueError("one processor for all rows needs a default_task_data_spec")
 
     def _take_defaults(self, spec: TaskDataSpec | None) -> None:
-        if spec is not None and self.default_task_data_spec is not None and spec is not self.default_task_data_spec:
-            spec.copy_defaults(self.default_task_data_spec)
+        default = self.default_task_data_spec
+        if spec is not None and default is not None:
+            spec.prompt = default.prompt if spec.prompt is None else spec.prompt
+            spec.system_prompt = default.system_prompt if spec.system_prompt is None else spec.system_prompt
 
     def __len__(self) -> int:
         return len(self.dataset)

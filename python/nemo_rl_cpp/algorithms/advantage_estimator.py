@@ -140,9 +140,8 @@ def _sums_of_groups(groups: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class OPOAdvantageEstimator(_SampleEstimator):
-    """OPO (arXiv:2505.23585): the reward minus the length-weighted mean reward of the group, sum_i(length_i reward_i) /
-    sum_i(length_i). This baseline minimises the variance if all tokens have equally large gradients. Lengths count
-    trained tokens."""
+    """OPO (arXiv:2505.23585): the reward minus sum_i(length_i reward_i) / sum_i(length_i) over the group, which
+    minimises the variance if all tokens have equally large gradients. Lengths count trained tokens."""
 
     def _of_samples(self, samples: _Samples) -> Tensor:
         rows = (samples.mask != 0).double()
@@ -233,10 +232,8 @@ class OptimalTokenBaselineAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, logprobs_policy: Tensor, sum_pi_squared: Tensor,
         valid_mask: Tensor | None = None, group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages in the shape of `mask`, 0 at masked positions. Samples with equal `group_id`, or without it
-        with equal `prompt_ids`, form a group. `logprobs_policy` holds each token's log-probability, `sum_pi_squared`
-        the sum of the policy's squared probabilities over the vocabulary at each token. Baselines exclude samples with
-        valid_mask 0."""
+        """Return advantages in the shape of `mask`, 0 at masked positions. `sum_pi_squared`: the sum of the policy's
+        squared probabilities over the vocabulary at each token. Baselines exclude samples with valid_mask 0."""
         groups = _groups(prompt_ids, group_id)
         voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
         energy = 1 - 2 * logprobs_policy.double().exp() + sum_pi_squared.double()
@@ -295,9 +292,8 @@ class RawRewardAdvantageEstimator(_Estimator):
 
 
 class GeneralizedAdvantageEstimator(_Estimator):
-    """GAE (arXiv:1506.02438). The advantages are whitened if normalize_advantages. The recursion skips masked tokens.
-    As in VAPO, lambda may differ between policy and critic, and the policy's may depend on the length of the
-    response."""
+    """GAE (arXiv:1506.02438), whitened if normalize_advantages. The recursion skips masked tokens. As in VAPO, lambda
+    may differ between policy and critic, and the policy's may depend on the length of the response."""
 
     section = GAEConfig
 
@@ -305,8 +301,8 @@ class GeneralizedAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, values: Tensor, reference_logprobs: Tensor | None = None,
         logprobs: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return (advantages, returns), both in the shape of `mask`: [B, S], or [T] with `offsets`. `rewards` is [B].
-        `values`, in the shape of `mask`, holds at token t the critic's value of the state before this token."""
+        """Return (advantages, returns) in the shape of `mask`: [B, S], or [T] with `offsets`. `values` holds at token t
+        the critic's value of the state before this token."""
         logprobs, reference = self._for_kl(logprobs, reference_logprobs) if self.kl_coef > 0 else (None, None)
         given = self.config
         config = ops.GAEConfig(
@@ -366,10 +362,9 @@ class OPDAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, teacher_logprobs: Tensor, prev_logprobs: Tensor,
         offsets: Tensor | None = None, **of_rewards: object,
     ) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Return advantages in the shape of `mask` ([B, S], or [T] with `offsets`), or in a PPO run (advantages,
-        returns), where returns are None without a critic. Masked tokens get 0, and so do tokens that the student's
-        top-k or top-p filter removes (log-probability -inf). `of_rewards` holds further inputs of the GRPO or GAE
-        estimator that computes advantages from `rewards`."""
+        """Return advantages in the shape of `mask`, or in a PPO run (advantages, returns or None). Masked tokens get 0,
+        and so do tokens that the student's top-k or top-p filter removes (log-probability -inf). `of_rewards`: further
+        inputs of the estimator that computes advantages from `rewards`."""
         valid = (mask != 0) & torch.isfinite(prev_logprobs)
         gap = torch.where(valid, teacher_logprobs - prev_logprobs, 0.0).detach()
         advantages = self._of_divergence(gap)

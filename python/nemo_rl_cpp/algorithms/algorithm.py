@@ -57,8 +57,7 @@ class NoRefit(WeightSynchronizer):
 
 
 def given_answers(rows: DatumBatch) -> tuple[DatumBatch, dict[str, float]]:
-    """Return (`rows`, {}): the rows as finished rollouts with `total_reward` 0, and no metrics. The conversations
-    already hold the answers to train on, so nothing is generated."""
+    """Return (`rows` as finished rollouts with reward 0, {}), because the conversations hold the answers."""
     rows["total_reward"] = torch.zeros(rows.size)
     rows["truncated"] = torch.zeros(rows.size, dtype=torch.bool)
     return rows, {}
@@ -89,9 +88,9 @@ class AnswerValidator(Validator):
         return ["val_loss", "num_samples", "num_tokens"]
 
     def run(self, step: int) -> ValidationResult:
-        """Compute the loss on the held-out answers, and return the metrics `val_loss` (the mean over the tokens of all
-        batches), `num_samples` and `num_tokens`. A last batch of fewer than `val_global_batch_size` rows is ignored,
-        unless it is the only one. Raise ValueError if the answers have no tokens."""
+        """Return the metrics `val_loss` (the mean over all tokens), `num_samples` and `num_tokens`. A last batch of
+        fewer than `val_global_batch_size` rows is ignored, unless it is the only one. Raise ValueError without
+        tokens."""
         start = time.perf_counter()
         losses, tokens, samples = [], 0, 0
         for number, rows in enumerate(self.loader):
@@ -169,8 +168,7 @@ class GroupAdvantages(_EstimatedAdvantages):
 
 
 class TokenAdvantages(_EstimatedAdvantages):
-    """The stage that computes advantages in PPO, from the critic's values or from the raw rewards. With a critic it
-    also computes the returns, the critic's targets."""
+    """The stage that computes advantages in PPO, from the critic's values or from the raw rewards."""
 
     def add(self, batch: TrainBatch) -> Metrics:
         """Add `advantages` and, with a critic, `returns` to the batch, and return the estimator's metrics."""
@@ -227,8 +225,8 @@ def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
 
 
 def distillation_advantages(config: DistillationMasterConfig) -> GroupAdvantages | EqualAdvantages:
-    """Return the `Advantages` object that `distillation.adv_estimator.name` selects. If the loss compares distributions
-    over the top-k tokens of each position, return one that sets all advantages to 1."""
+    """Return the `Advantages` object that `distillation.adv_estimator.name` selects; all advantages are 1 if the loss
+    compares distributions over the top-k tokens."""
     if config.candidates is not None:
         return EqualAdvantages(keeps_logprobs=True)
     estimator = make_estimator("grpo", config.distillation.adv_estimator, config.loss_fn)

@@ -54,8 +54,7 @@ from nemo_rl_cpp.user_code import serve
 
 @dataclass
 class TrainingRun(AbstractContextManager["TrainingRun"]):
-    """The parts of a training run. A mode of training, such as asynchronous rollouts, replaces parts of the run; the
-    training loop stays the same."""
+    """The parts of a training run. A mode of training replaces parts; the training loop stays the same."""
 
     config: TrainMasterConfig  # validated; `config.loop` is the section of its algorithm, such as `grpo` or `ppo`
     state: TrainState  # the counters from which a resumed run continues
@@ -110,9 +109,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         """Train until the configuration or the user ends the run; then finish the report and the logs, and print a
         summary.
 
-        An exception is recorded in the report and raised again. If it comes from user code (a reward function, an
-        environment, a loss), its message says in which function, file and line (`errors.in_user_code`). A run that did
-        not fail is "interrupted", "stopped in time" (by `checkpoint_must_save_by`) or "finished"."""
+        An exception is recorded in the report and raised again; one of user code names function, file and line
+        (`errors.in_user_code`). A run that did not fail is "interrupted", "stopped in time" (by
+        `checkpoint_must_save_by`) or "finished"."""
         began, first = time.monotonic(), self.state.step
         status, message, published = "failed", "", {}
         tracebacks_go_to(self.log_dir)

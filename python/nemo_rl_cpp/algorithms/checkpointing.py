@@ -64,9 +64,8 @@ class Resume(NamedTuple):
     state: TrainState
 
     def load_rollouts(self, collector: RolloutCollector) -> None:
-        """Restore in `collector` the prompt groups that dynamic sampling had kept for the next step, and the rollouts
-        that were generated ahead for later steps. If the sampler no longer keeps groups, or now makes groups of a
-        different size, drop them and print a note."""
+        """Restore in `collector` the prompt groups that dynamic sampling had kept, and rollouts that were generated
+        ahead. Drop groups that the sampler cannot use, with a note."""
         if self.path is None:
             return
         if (kept := _kept_groups(self.path)) is not None:
@@ -97,12 +96,10 @@ def _kept_groups(checkpoint: Path) -> SamplerState | None:
 
 
 def find_resume(checkpoints: CheckpointManager) -> Resume:
-    """Return the newest complete checkpoint of `checkpointing.checkpoint_dir`, with every file verified. Return a fresh
-    state if there is no checkpoint or checkpoints are disabled.
+    """Return the newest complete checkpoint with every file verified, or a fresh state.
 
-    Raise ResumeError (a ValueError) if `checkpointing.resume` forbids resuming, or starting without a checkpoint.
-    Raise it also if there are checkpoints but none is complete, since a new run could overwrite files that can still be
-    recovered."""
+    Raise ResumeError (a ValueError) if `checkpointing.resume` does not allow this, or if there are checkpoints but none
+    is complete, since a new run could overwrite files that can still be recovered."""
     if not checkpoints.enabled:
         return Resume(None, TrainState())
     path = checkpoints.get_latest_checkpoint_path()
@@ -186,9 +183,9 @@ class Saver:
         return Path(folder).with_name(f"step_{state.step}")
 
     def check_metric_name(self, result: StepResult) -> None:
-        """Raise ValueError if the run has no metric NAME, where `checkpointing.metric_name` is "train:NAME" or
-        "val:NAME". Called before training and after each step, so that the error comes before the first save. Do
-        nothing while the names of the metrics are unknown, or once the metric was found."""
+        """Raise ValueError if the run has no metric NAME of `checkpointing.metric_name`, "train:NAME" or "val:NAME", as
+        soon as the names are known: before training and after each step, so that the error comes before the first
+        save."""
         manager, validation = self.manager, result.validation
         kind, _, name = (manager.metric_name or "").partition(":")
         if not name or not manager.enabled or manager.metric_seen:
@@ -267,8 +264,8 @@ class Saver:
 
 
 def publish(config: CheckpointingConfig, checkpoint: Path | None) -> dict[str, str]:
-    """Upload a checkpoint to the Hub if `checkpointing.push_to_hub` is set, and return a row for the summary table. A
-    failed or interrupted upload is reported in that row and raises nothing."""
+    """Upload a checkpoint if `checkpointing.push_to_hub` is set, and return a row for the summary table, which also
+    reports a failed or interrupted upload."""
     repository, private = config.push_to_hub, config.hub_private
     if repository is None or checkpoint is None:
         return {}
@@ -285,11 +282,10 @@ def publish(config: CheckpointingConfig, checkpoint: Path | None) -> dict[str, s
 
 
 def open_checkpoints(checkpoints: CheckpointManager, config: TrainMasterConfig) -> Resume:
-    """Lock the checkpoint folder and return where to resume. The caller unlocks it (`CheckpointManager.shutdown`).
+    """Lock the checkpoint folder until `CheckpointManager.shutdown`, and return where to resume.
 
-    If the run resumes, print the checkpoint, its time and each changed configuration key. Raise ResumeError (a
-    ValueError) if the checkpoint belongs to a different run (`checks/folders.py`), and FolderError if a different run
-    has locked the folder."""
+    Raise ResumeError (a ValueError) if the checkpoint belongs to a different run (`checks/folders.py`), and FolderError
+    if a different run has locked the folder."""
     checkpoints.claim()
     resume = find_resume(checkpoints)
     if resume.path is not None:
@@ -298,9 +294,8 @@ def open_checkpoints(checkpoints: CheckpointManager, config: TrainMasterConfig) 
 
 
 def announce(resume: Resume, config: TrainMasterConfig) -> None:
-    """Print from which checkpoint the run resumes and which configuration keys changed. If the checkpoint has already
-    reached the configured steps or epochs, also print how to train on. Raise ResumeError if the checkpoint belongs to a
-    different run."""
+    """Print from which checkpoint the run resumes, which keys changed, and, if no steps or epochs are left, how to
+    train on. Raise ResumeError if the checkpoint belongs to a different run."""
     saved = folders.read_saved(resume.path)
     if refused := list(folders.refusals(saved, config)):
         raise ResumeError(folders.refusal_text(saved, refused))

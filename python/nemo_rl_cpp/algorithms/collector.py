@@ -103,12 +103,10 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
         return metrics
 
     def make(self, weight_version: int, timer: Timer) -> Collected:
-        """Generate rounds of rollouts until a step has enough, and return them. There is one round, or with dynamic
-        sampling several.
+        """Generate rounds of rollouts (several with dynamic sampling) until a step has enough, and return them.
 
-        Add to the rollouts `raw_reward` float32 [B], the reward that the environments returned, and `weight_version`
-        int64 [B]: the argument `weight_version`, or with in-flight weight updates the oldest version of the weights
-        that sampled any token of the row."""
+        Add to the rollouts `raw_reward` float32 [B], which the environments returned, and `weight_version` int64 [B]:
+        that of the argument, or with in-flight weight updates the oldest that sampled any token of the row."""
         rounds: list[Round] = []
         while not self.sampler.full:
             prompts = self.prompts.next()
@@ -145,8 +143,8 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
         print(f"a round of rollouts failed and is done again ({said}); {self.failures_left} more may fail", flush=True)
 
     def leave_out(self, batches: list[CollectedState], why: str) -> None:
-        """Drop the batches of a checkpoint, and print the reason `why`. Still count the epochs that ended while their
-        prompts were drawn, because the data loader is past these prompts."""
+        """Drop the batches of a checkpoint, and print why. Count the epochs that ended while their prompts were drawn,
+        because the data loader is past these prompts."""
         many = "1 batch" if len(batches) == 1 else f"{len(batches)} batches"
         print(f"Dropped {many} of rollouts that the checkpoint had generated ahead, because {why}.")
         for _ in range(sum(saved["finished_epochs"] for saved in batches)):
@@ -154,8 +152,7 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
 
 
 def oldest_versions(logs: list[LLMMessageLogType], version: int) -> torch.Tensor:
-    """Return int64 [B]: for each conversation, the oldest version of the weights that sampled one of its tokens. For a
-    conversation whose messages record no version, this is `version`."""
+    """Return int64 [B]: the oldest weights that sampled a token of each conversation (default: `version`)."""
     of_messages = [[int(m["token_versions"].min()) for m in log if len(m.get("token_versions", ()))] for log in logs]
     return torch.tensor([min(versions, default=version) for versions in of_messages])
 
@@ -227,8 +224,8 @@ class AsyncCollector(RolloutCollector):
         self._generates = False
 
     def collect(self, timer: Timer) -> Collected:
-        """Wait for the rollouts of this step and return them; start the generation of a later step's rollouts. The
-        timer's label `exposed_generation` has the time that training waits."""
+        """Return the rollouts of this step, and start the generation of a later step's. The timer's label
+        `exposed_generation` has the time that training waits."""
         with timer("exposed_generation"):
             paused = self._until_weights_may_change()
             if paused is None:
@@ -312,9 +309,8 @@ class AsyncCollector(RolloutCollector):
         return [batch.state_dict() for batch in ready if batch is not None]
 
     def load_state_dict(self, state: list[CollectedState]) -> None:
-        """Queue the batches of a checkpoint for training, in order, even if there are more of them than `age` now
-        allows. If a batch has other numbers of prompts or of responses per prompt than this run, drop all batches and
-        print a note."""
+        """Queue the batches of a checkpoint, in order, even if there are more than `age` now allows. If one does not
+        fit `groups`, drop all of them with a note."""
         ids = [saved["samples"]["group_id"] for saved in state if "group_id" in saved["samples"]]
         expected = None if self.groups is None else [self.groups[1]] * self.groups[0]
         if expected is not None and any(torch.bincount(each).tolist() != expected for each in ids):

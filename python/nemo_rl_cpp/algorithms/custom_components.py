@@ -74,12 +74,11 @@ class Made(NamedTuple):
 def make_component(
     found: Any, what: str, base: str, method: str, kwargs: Mapping[str, object], sections: Mapping[str, object]
 ) -> Made:
-    """Make a component from `found`: a class, a function, or an object with a method named `method`.
+    """Make a component from a class, a function, or an object with the method `method`.
 
-    A class is constructed with the user's arguments `kwargs`, and with each entry of `sections` (name -> configuration
-    section) for which its __init__ has a parameter. A function or an object gets `kwargs` in each call. Raise
-    LoadingError if the method is missing; the message contains `what`, which describes the component, and `base`, the
-    class to derive from."""
+    A class is constructed with the user's arguments `kwargs`, and with each of the configuration `sections` for which
+    its __init__ has a parameter. A function or an object gets `kwargs` in each call. Raise LoadingError if the method
+    is missing; `what` describes the component, and `base` is the class to derive from."""
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise LoadingError(f"{what} lacks {' and '.join(missing)}, which {base} asks for")
     with user_code(what):
@@ -177,9 +176,8 @@ class OwnEstimator(AdvantageEstimator):
 
 
 class OwnLoss(LossFunction):
-    """A custom loss with the interface that the trainer expects. Other processes create it from its dotted name.
-
-    A call raises ValueError if the loss returns neither a scalar tensor nor (scalar tensor, metrics)."""
+    """A custom loss with the interface that the trainer expects. Other processes create it from its dotted name. A call
+    raises ValueError for a result that is neither a scalar tensor nor (scalar tensor, metrics)."""
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGPROB
@@ -223,9 +221,8 @@ def _own_loss(section: ClippedPGLossConfig, folders: list[str]) -> OwnLoss:
 
 
 def make_loss(section: ClippedPGLossConfig, candidates: int | None = None) -> LossFunction:
-    """Return the loss that the section `loss_fn` names. If it names no custom loss, return the clipped policy-gradient
-    loss, or with `candidates` the distillation loss over the top `candidates` tokens of each position. Raise
-    LoadingError (a ValueError) if a dotted name cannot be loaded."""
+    """Return the loss that `loss_fn` names: a custom one, the clipped policy-gradient loss, or with `candidates` the
+    distillation loss over so many tokens of each position. Raise LoadingError (a ValueError) for a wrong name."""
     if isinstance(section.name, PythonObjectRef):
         return own_loss(section.name.component, section)
     if not is_dotted(section.name):
@@ -234,6 +231,5 @@ def make_loss(section: ClippedPGLossConfig, candidates: int | None = None) -> Lo
 
 
 def own_loss(given: object, section: ClippedPGLossConfig) -> LossFunction:
-    """Return a `LossFunction` for `given`, an object that was passed from Python as a loss; `section` is the section
-    `loss_fn`. Raise LoadingError (a ValueError) if the object cannot be used as a loss."""
+    """Return a loss passed from Python as a `LossFunction`. Raise LoadingError (a ValueError) if it is unsuitable."""
     return given if type(given) is ClippedPGLossFn else OwnLoss(given, section)

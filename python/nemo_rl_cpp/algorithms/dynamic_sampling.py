@@ -101,10 +101,9 @@ class GroupSampler:
         return 0 if self._cache is None else int(self._cache["group_id"].max()) + 1
 
     def add(self, rollouts: Rollouts) -> None:
-        """Add one batch of rollouts with the columns `group_id`, `total_reward`, `weight_version` and, if rewards are
-        shaped, `unshaped_total_reward`.
+        """Add a batch of rollouts.
 
-        Raise ValueError for a reward that is not finite. Raise DynamicSamplingExhausted if this was the last allowed
+        Raise ValueError for a reward that is not finite, and DynamicSamplingExhausted if this was the last allowed
         batch and there are still fewer than `num_groups` groups."""
         # raw rewards, because shaping can make the equal rewards of a group differ
         rewards = rollouts["unshaped_total_reward" if "unshaped_total_reward" in rollouts else "total_reward"]
@@ -156,10 +155,8 @@ class GroupSampler:
         self._cache = Rollouts.from_batches(parts)
 
     def take(self, weight_version: int) -> Rollouts:
-        """Return the rollouts to train on, with `group_id` numbered from 0, and set `metrics` to statistics of their
-        collection. `full` must be True.
-
-        `weight_version` is the policy's current version; `stale_samples` counts the rows of older versions."""
+        """Return the rollouts to train on, with `group_id` numbered from 0, and set `metrics`, in which `stale_samples`
+        counts the rows of versions before `weight_version`. `full` must be True."""
         batch, self._cache = self._cache, None
         if self.enabled:
             mine = batch["group_id"] < self.num_groups

@@ -95,8 +95,7 @@ class Validation:
             result.validation = self.run(result.state)
 
     def run(self, state: TrainState) -> ValidationResult:
-        """Validate the current weights. Record the result in `state` as the latest, and also as the best if it is
-        better than all before."""
+        """Validate the current weights, and record the result in `state` as the latest, and perhaps as the best."""
         with self.timer("validation"):
             self.collector.settle()
             self.collector.refit.sync_weights(timer=self.timer)
@@ -188,8 +187,7 @@ def _headline_text(metrics: Metrics) -> str:
 
 
 def summary(run: TrainingRun, first_step: int, seconds: float) -> dict[str, str]:
-    """Return the rows of the summary table that is printed at the end of a run: name -> text. The run trained for
-    `seconds`, from step `first_step` on."""
+    """Return the rows of the table at the end of a run, which trained for `seconds` from step `first_step` on."""
     state, history, validations = run.state, run.history, run.validations
     steps = state.step - first_step
     table: dict[str, str] = {

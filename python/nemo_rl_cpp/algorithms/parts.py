@@ -83,8 +83,7 @@ def make_tokenizer(policy: PolicyConfig) -> TokenizerType:
 
 
 def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
-    """Load the data sets of the section `data`, start the environments of the section `env`, and return both.
-    Supervised fine-tuning has no environments."""
+    """Load the data sets and start the environments; supervised fine-tuning has none."""
     limit = config.policy.max_total_sequence_length
     actors = ActorSettings.of(config.cluster) if config.cluster.executor == "ray" else None
     env = None if config.algorithm == "sft" else config.env  # supervised fine-tuning scores nothing
@@ -94,9 +93,8 @@ def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
 def make_dataloader(
     data: DataConfig, dataset: Datasets, num_prompts: int, seed: int, section: str = "grpo"
 ) -> StatefulDataLoader | MultipleDataloaderWrapper:
-    """Return the training loader, which yields `num_prompts` prompts at a time. If `dataset` is a dictionary of data
-    sets, return a wrapper of one loader per data set. Raise ValueError if a data set has fewer rows than a batch; the
-    message suggests keys of the configuration section `section` to change."""
+    """Return the training loader, which yields `num_prompts` prompts at a time, or a wrapper of one loader per data set
+    of a dictionary. Raise ValueError, naming keys of `section`, if a data set has fewer rows than a batch."""
 
     def one(rows: AllTaskProcessedDataset, batch_size: int) -> StatefulDataLoader:
         if text := too_few_rows(len(rows), batch_size, section):
@@ -127,9 +125,8 @@ def planned_steps(loop: LoopConfig, loader: StatefulDataLoader | MultipleDataloa
 
 
 def make_cluster(config: TrainMasterConfig) -> Cluster:
-    """Return the cluster of workers that train: only this process, or worker processes if `cluster.executor` is
-    processes or ray. A single process may run a configuration that was written for any number of devices
-    (`config/fold.py`). Raise ValueError if `cluster.device` requests a GPU that cannot be used."""
+    """Return the cluster of workers that train. A single process may run a configuration that was written for any
+    number of devices (`config/fold.py`). Raise ValueError if `cluster.device` is a GPU that cannot be used."""
     if (text := fold_text(config, forecast_summary(config))) is not None:
         say_once("warning", text)
     use_threads(config.cluster)
@@ -148,8 +145,7 @@ def make_engine_cluster(config: TrainMasterConfig) -> Cluster | None:
 def make_generation(
     config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType, cluster: Cluster | None
 ) -> GenerationInterface:
-    """Return the generation engine: one that shares the policy's weights, one in the separate workers `cluster`, or
-    vLLM. If nothing is generated, return `NoEngine`."""
+    """Return the engine: one that shares the policy's weights, one in the workers `cluster`, vLLM, or `NoEngine`."""
     if config.algorithm == "sft":
         return NoEngine()
     if config.policy.generation.runs_vllm:
@@ -191,8 +187,8 @@ def make_policy(
 def make_teachers(
     config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType
 ) -> teachers.Teachers | teachers.NoTeacher:
-    """Return the run's teachers, or `NoTeacher`. Raise ValueError if a teacher does not have the policy's vocabulary
-    (not checked for a teacher on a server)."""
+    """Return the run's teachers, or `NoTeacher`. Raise ValueError if a teacher (not one on a server) has another
+    vocabulary than the policy."""
     if isinstance(config, DistillationMasterConfig) and config.teacher.is_outside:
         return teachers.OutsideTeacher(_outside_teacher(config, tokenizer).score)
     if not config.teachers:
@@ -223,10 +219,9 @@ def _outside_teacher(
 def make_critic(
     config: TrainMasterConfig, tokenizer: TokenizerType, resume: Resume, cluster: Cluster, steps: int
 ) -> Critic | NoCritic:
-    """Return PPO's critic with the weights and optimizer of the checkpoint `resume`, or for a new run with the weights
-    of value.model_name or ppo.warm_start_value_checkpoint. `steps` is the number of policy updates of the whole run,
-    for the critic's learning-rate schedule. Return `NoCritic` for algorithms and estimators that need no values. Raise
-    ValueError if ppo.warm_start_value_checkpoint has no critic."""
+    """Return PPO's critic with the checkpoint's weights and optimizer, or with the weights of value.model_name or
+    ppo.warm_start_value_checkpoint; `NoCritic` if no values are needed. `steps` policy updates set its learning-rate
+    schedule. Raise ValueError if ppo.warm_start_value_checkpoint has no critic."""
     if not config.has_critic:
         return NoCritic()
     loop = config.ppo
@@ -248,9 +243,8 @@ def make_critic(
 
 
 def make_logger(config: TrainMasterConfig, state: TrainState) -> Logger:
-    """Return a logger that writes to a new folder exp_NNN in logger.log_dir. For a resumed run it writes to the run's
-    old folder, whose logs are truncated to the checkpoint's step. The folder stays locked until the logger's `finish`.
-    Raise FolderError if the logs cannot be written."""
+    """Return a logger for a new folder exp_NNN in logger.log_dir, or for a resumed run's folder, whose logs are
+    truncated to the checkpoint's step. It stays locked until `finish`. Raise FolderError if it cannot be written."""
     saves = config.checkpointing.enabled
     home = Path(config.checkpointing.checkpoint_dir)
     logger = None
@@ -342,8 +336,8 @@ def make_validation(
     config: TrainMasterConfig, policy: PolicyInterface, loss_fn: LossFunction, tokenizer: TokenizerType, data: RunData,
     collector: RolloutCollector, logger: Logger, timer: Timer,
 ) -> Validation | None:  # fmt: skip
-    """Return the validation of a run, or None without validation data. It generates responses to prompts; in supervised
-    fine-tuning it computes the loss on held-out answers."""
+    """Return the validation of a run, None without validation data. It generates responses, or in supervised
+    fine-tuning computes the loss on held-out answers."""
     rows, loop, environments = data.validation, config.loop, data.environments
     if rows is None:
         return None
@@ -359,8 +353,7 @@ def make_validation(
 
 
 def make_log(config: TrainMasterConfig, logger: Logger, timer: Timer, policy: PolicyInterface) -> StepLog:
-    """Return the log of steps. For its rates per device, the trainers' devices also count as generating devices, unless
-    engines have separate devices."""
+    """Return the log of steps. Without separate engines, the trainers' devices also count as generating devices."""
     trainers, engines = trainers_of(config), engines_of(config)
     devices = Devices(trainers + engines, trainers, engines or trainers)
     return StepLog(logger, timer, PhaseMemory(), devices, policy.performance)

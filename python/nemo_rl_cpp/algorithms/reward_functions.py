@@ -30,14 +30,12 @@ THINKING_TAGS = ("<think>", "</think>")
 
 
 def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
-    """Shape `total_reward` of the batch in place and return the batch. Keep the original reward as
-    `unshaped_total_reward`.
+    """Shape `total_reward` of the batch in place and return the batch. Keep the original as `unshaped_total_reward`.
 
     The stop-properly penalty multiplies the reward by `stop_properly_penalty_coef` if `truncated` is set. The overlong
-    penalty (DAPO, arXiv:2503.14476) gives reward + min(-(L - (max - buffer)) / buffer * penalty, 0). L is the length of
-    the first assistant message, max is max_response_length, and buffer and penalty are the keys `overlong_buffer_*`.
-    The penalty continues to grow if L exceeds max. If the stop-properly penalty is configured, the overlong penalty
-    applies only with `compose`."""
+    penalty (DAPO, arXiv:2503.14476) gives reward + min(-(L - (max - buffer)) / buffer * penalty, 0), without a limit
+    for L above max. L is the length of the first assistant message, max is max_response_length, buffer and penalty are
+    the keys `overlong_buffer_*`. With a stop-properly penalty it applies only with `compose`."""
     cfg = as_model(cfg, RewardShapingConfig)
     if not cfg.enabled:
         return batch
@@ -77,8 +75,7 @@ def scale_rewards(repeated_batch: BatchT, reward_scaling_cfg: RewardScalingConfi
     """Rescale `total_reward` and every `reward/<name>` of the batch linearly, in place, and return the batch.
 
     r -> target_min + (clamp(r) - source_min) / (source_max - source_min) * (target_max - target_min). Print how many
-    rewards were clamped to the source range. If source_min equals source_max, rewards become infinite or NaN, as in
-    NeMo RL; the configuration loader rejects such settings."""
+    rewards were clamped."""
     cfg = as_model(reward_scaling_cfg, RewardScalingConfig)
     if not cfg.enabled:
         return repeated_batch
@@ -100,13 +97,11 @@ def scale_rewards(repeated_batch: BatchT, reward_scaling_cfg: RewardScalingConfi
 def apply_length_penalty(
     rollouts: MutableMapping[str, torch.Tensor], config: LengthPenaltyConfig, tokenizer: TokenizerType
 ) -> dict[str, float]:
-    """Change `total_reward` [B] of the rollouts by response length, within each group (`group_id`), and return the
-    metrics.
+    """Change `total_reward` [B] by response length, within each group, and return the metrics.
 
-    A group stays unchanged if any of its rewards is neither 0 nor 1, or if rewards have components (`reward/<name>`). A
-    reward never falls below 0. Metrics, all means over B: `length_penalty/env_reward_mean` (before the change),
-    `reward_delta_mean`, `wiped_correct_frac` (correct responses reduced to 0), `adjusted_frac` and
-    `skipped_non_binary_frac`."""
+    A group stays unchanged if any of its rewards is neither 0 nor 1, or if rewards have components. Metrics, all means
+    over B: `length_penalty/env_reward_mean` (before the change), `reward_delta_mean`, `wiped_correct_frac` (correct
+    responses reduced to 0), `adjusted_frac` and `skipped_non_binary_frac`."""
     before = rollouts["total_reward"].double().tolist()
     after, skipped = list(before), 0
     in_parts = any(str(key).startswith("reward/") for key in rollouts.keys())
@@ -174,13 +169,11 @@ def penalized(
 
 
 def profiled_limit(info: Mapping[str, object] | None, n_std: float, min_samples: int) -> float | None:
-    """Return the response length from which `profiled_length_penalty` applies, or None if it does not apply to the
-    prompt.
+    """Return the response length from which `profiled_length_penalty` applies, or None if it does not.
 
     The limit is mean + n_std x unbiased standard deviation (0 for one sample) of those `profiled_output_lengths` whose
-    `profiled_rewards` are above 0. `info` is the prompt's `extra_env_info`, which may hold these two lists from earlier
-    responses. The penalty does not apply without the lists, or if fewer than `min_samples` rewards are above 0. Raise
-    ValueError if only one list is there, or if their lengths differ."""
+    `profiled_rewards` are above 0; `info`, the prompt's `extra_env_info`, has these lists of earlier responses. There
+    must be `min_samples` such lengths. Raise ValueError if only one list is there, or if their lengths differ."""
     info = info or {}
     rewards, lengths = info.get("profiled_rewards"), info.get("profiled_output_lengths")
     if rewards is None and lengths is None:
@@ -198,8 +191,7 @@ def profiled_limit(info: Mapping[str, object] | None, n_std: float, min_samples:
 
 
 def band_factor(length: float, band: ProfileBandChannel) -> float:
-    """Return the factor by which the reward of a response with this length is multiplied: 1 up to length `band.a`,
-    `band.f` from `band.b` on, and a linear interpolation in between."""
+    """Return the factor for a response of this length: 1 up to `band.a`, `band.f` from `band.b`, linear between."""
     if length <= band.a:
         return 1.0
     if length >= band.b:
@@ -218,8 +210,7 @@ def _lengths(texts: list[str], params: LengthPenaltyParams, tokenizer: Tokenizer
 
 
 def reasoning_and_answer(text: str) -> tuple[str, str]:
-    """Split a response into (reasoning, answer) at `</think>`. Without it, a text that begins with `<think>` is all
-    reasoning, and any other text is all answer."""
+    """Split a response into (reasoning, answer) at `</think>`. Without it, a text after `<think>` is reasoning."""
     opening, closing = THINKING_TAGS
     before, end, after = text.partition(closing)
     if end:
@@ -291,9 +282,8 @@ def _gate_is_open(
 def apply_reward_penalties(
     rollouts: MutableMapping[str, torch.Tensor], config: RewardPenaltyConfig, tokenizer: TokenizerType
 ) -> dict[str, float]:
-    """Set `total_reward` [B] and its components (`reward/<name>`) of `rollouts` to 0 for conversations with a defect
-    that `config` penalises, such as malformed think tags. Return the share of conversations with each defect, under
-    NeMo RL's metric names. NeMo RL applies these penalties only in NeMo Gym, this package in every environment."""
+    """Set the rewards of conversations with a defect that `config` penalises to 0. Return the share of conversations
+    with each defect, under NeMo RL's metric names. NeMo RL penalises only in NeMo Gym, we in every environment."""
     defects: dict[str, Callable[[LLMMessageLogType], bool]] = {}
     if config.penalize_duplicated_reasoning:
         defects["reasoning_equal_to_final_answer_rate"] = has_duplicated_reasoning
@@ -341,10 +331,9 @@ def has_malformed_thinking(log: LLMMessageLogType, tag_ids: tuple[int, int] | No
     """Return whether a conversation has misplaced thinking tags, `<think>` or `</think>`.
 
     A response must not contain `<think>`, because the prompt opens the thinking. The opening minus the closing tags in
-    the messages between the previous response and this one must be 1 or 0. If 1, thinking is open, and the response
-    must contain `</think>` exactly once; if 0, never. These rules count token ids; they are skipped if `tag_ids`, the
-    ids of `<think>` and `</think>`, is None. In its text, a response may have no `<think>` and at most one
-    `</think>`."""
+    the messages between two responses must be 1 (the response must then contain `</think>` exactly once) or 0 (never).
+    These rules count token ids; they are skipped if `tag_ids` is None. In its text, a response may have no `<think>`
+    and at most one `</think>`."""
     opened = closed = 0  # in the messages since the last response
     for message in log:
         here = (0, 0) if tag_ids is None else tuple(int((message["token_ids"] == tag).sum()) for tag in tag_ids)

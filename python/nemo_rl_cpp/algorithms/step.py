@@ -32,8 +32,7 @@ class NothingToTrainOnError(RuntimeError):
 
 def require_valid_tokens(samples: Rollouts, batch: TrainBatch, section: str) -> None:
     """Raise NothingToTrainOnError if every token of `batch` is masked, because an optimizer step would then only decay
-    the weights. The message counts the truncated responses in `samples`, and names keys of the configuration section
-    `section`."""
+    the weights. `section` is the configuration section whose keys the message names."""
     if bool(batch.is_valid.any()):
         return
     cut = int(samples.truncated.sum())
@@ -84,8 +83,7 @@ def _extrema(error: Tensor, valid: Tensor, suffix: str) -> dict[str, float]:
 
 
 def train_epochs(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str, float]:
-    """Train the critic and the policy on the batch, alternating, each for its configured number of epochs. Return the
-    metrics, averaged over epochs.
+    """Train the critic and the policy on the batch, alternating, each for its number of epochs. Return mean metrics.
 
     The policy's first epoch stores the old policy's log-probabilities in the batch, for the epochs that follow."""
     loop, of_critic, of_policy = run.config.loop, [], []
@@ -152,8 +150,8 @@ class NoCritic:
 
 
 def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
-    """Return the metrics of one `Value.train` call, under `critic/`, and the explained variance of the returns R by the
-    values V:
+    """Return the metrics of one `Value.train` call, under `critic/`, with the explained variance of the returns R by
+    the values V of the training forward pass, over the valid tokens:
 
         critic/explained_var = 1 - Var(R - V) / max(Var(R), 1e-8)
 
@@ -172,10 +170,9 @@ def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
 def overwrite_advantages(
     batch: TrainBatch, logs: Sequence[LLMMessageLogType], of_flag: Mapping[str, float]
 ) -> dict[str, float]:
-    """Replace the advantages of responses that have a flag. `of_flag` maps each flag to the advantage that all tokens
-    of such a response get; if a response has several flags, the first in `of_flag` counts. `logs` are the conversations
-    of the batch. Return, under NeMo RL's metric names, the number of responses and, for each flag, the number and share
-    of responses that it changed. Return {} if `of_flag` is empty."""
+    """Replace the advantages of responses that have a flag: `of_flag` maps each flag to the advantage of all their
+    tokens; the first counts. Return, under NeMo RL's names, the numbers and shares of these responses; {} without
+    flags."""
     if not of_flag:
         return {}
     advantages, begin = batch.advantages.clone(), 0
@@ -200,13 +197,12 @@ def overwrite_advantages(
 
 
 def select_tokens(batch: TrainBatch, loss: ClippedPGLossConfig, seed: int, step: int) -> dict[str, float]:
-    """Select the tokens on which the loss acts, and set the advantages of the trained tokens that are not selected to
-    0. The loss kl_cov keeps all advantages: add `kl_cov_penalty` [T], the KL weight `ppo_kl_coef` of selected tokens, 0
-    of others. `seed` and `step` determine the random selection of the loss clip_cov.
+    """Select the tokens on which the loss acts, and set the advantages of the other trained tokens to 0. The loss
+    kl_cov keeps all advantages: add `kl_cov_penalty` [T], the KL weight `ppo_kl_coef` of selected tokens. `seed` and
+    `step` determine the random selection of clip_cov.
 
-    Tokens are compared over the whole step, before it is split into global batches, micro-batches and ranks. Return the
-    metric `selected_tokens_share`: the share of trained tokens that are selected. Return {} if the loss selects no
-    tokens."""
+    Tokens are compared over the whole step. Return the metric `selected_tokens_share`, the share of trained tokens that
+    are selected; {} if the loss selects none."""
     kept = valid = batch.is_valid
     if loss.name == "kl_cov":
         kept = _largest(_covariance(batch, valid), valid, loss.kl_cov_ratio)

@@ -61,8 +61,8 @@ def _mean_of_tokens(sums: list[float], tokens: list[float]) -> float:
 def training_metrics(result: TrainingResult) -> dict[str, float]:
     """Return the metrics of one `policy.train` call. `loss` is the sum over micro-batches, as in NeMo RL.
 
-    `max_logprob_gap` and `logprob_mismatched_tokens` compare the log-probabilities of generation with those of the
-    first training forward pass. Both are 0 if the two passes compute exactly the same on the same weights."""
+    `max_logprob_gap` and `logprob_mismatched_tokens` compare generation with the first training forward pass; both are
+    0 if the two compute exactly the same."""
     metrics = {"loss": float(result["loss"].mean()), "grad_norm": float(result["grad_norm"].mean())}
     metrics |= aggregate_microbatch_metrics(result["all_mb_metrics"])
     exactness = result.get("exactness")
@@ -73,10 +73,9 @@ def training_metrics(result: TrainingResult) -> dict[str, float]:
 
 
 def mean_over_epochs(*models: list[dict[str, float]]) -> dict[str, float]:
-    """Merge the metrics of several training epochs on one batch; each argument holds one model's metrics, a dictionary
-    per epoch. Return means over the epochs, but minima for names that end in `_min`, and maxima for `_max`. If a model
-    trains for several epochs, add the metrics of each model's last epoch under `last_epoch/`. A metric that only some
-    epochs have is computed from those epochs."""
+    """Merge the metrics of several epochs on one batch; each argument holds one model's, a dictionary per epoch. Return
+    means, but minima of `_min` and maxima of `_max`, over the epochs that have the metric. With several epochs, add the
+    last one's under `last_epoch/`."""
     result, trained = {}, [epochs for epochs in models if any(epochs)]
     for epochs in trained:
         result |= _means(epochs)

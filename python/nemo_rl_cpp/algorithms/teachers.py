@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 
 def check_vocabulary(tokenizer: TokenizerType, teacher: str, key: str) -> None:
-    """Raise ValueError unless the teacher's tokenizer has the same vocabulary as the policy's (`tokenizer`), because
-    the teacher scores the policy's token ids. `teacher` is a model name or folder; `key`, its configuration key, is for
-    the message."""
+    """Raise ValueError, naming the key `key`, unless the teacher (a model name or folder) has the policy's vocabulary,
+    because it scores the policy's token ids."""
     if teacher == TINY_RANDOM:  # tiny-random has no tokenizer
         return
     if Tokenizer.from_pretrained(teacher, section=key).get_vocab() != tokenizer.get_vocab():
@@ -99,15 +98,14 @@ class OutsideTeacher:
 
 @dataclass
 class TopKTeachers(Teachers):
-    """Teachers that compute log-probabilities of `k` candidate tokens at the position of each sampled token: the k most
-    likely tokens of the student if `of_student`, otherwise those of the teacher."""
+    """Teachers that score `k` candidates at each sampled token: the k most likely tokens of the student if
+    `of_student`, otherwise of the teacher."""
 
     k: int = 1
     of_student: bool = False
 
     def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:
-        """Add `candidate_ids` int64 [T, k] and `candidate_teacher_logprobs` [T, k] to the batch; both are 0 on
-        untrained tokens. Raise ValueError for a task without a teacher."""
+        """Add `candidate_ids` int64 [T, k] and `candidate_teacher_logprobs` [T, k], both 0 on untrained tokens."""
         ids = torch.zeros(batch.num_tokens, self.k, dtype=torch.int64)
         logprobs = torch.zeros(batch.num_tokens, self.k)
         if self.of_student:
@@ -148,9 +146,8 @@ class ServerTeacher:
             self.headers["authorization"] = f"Bearer {os.environ[api_key_env]}"
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """Return, for each row of token ids, the log-probability at temperature 1 of each token given the preceding
-        tokens; 0 for the first. Raise ValueError if the server rejects the request or sends no log-probabilities,
-        RuntimeError if it does not answer."""
+        """Return the log-probability at temperature 1 of each token of each row; 0 for the first. Raise ValueError if
+        the server rejects the request or sends no log-probabilities, RuntimeError if it does not answer."""
         parts = [rows[begin : begin + _ROWS] for begin in range(0, len(rows), _ROWS)]
         with ThreadPoolExecutor(_REQUESTS) as pool:
             return [row for part in pool.map(self._ask, parts) for row in part]

@@ -68,8 +68,7 @@ class TrainState:
         self.stop_reason = self.stop_reason or reason
 
     def note_metric(self, value: float, higher_is_better: bool = True) -> bool:
-        """Record `value` if it is the best value of the checkpoint metric so far, and return whether it is. The best
-        value is the largest if `higher_is_better`, otherwise the smallest; NaN is never the best."""
+        """Record `value` if it is the best value of the checkpoint metric so far; NaN is never the best."""
         if value != value:
             return False
         best = self.best_metric
@@ -79,8 +78,8 @@ class TrainState:
         return False
 
     def to_training_info(self, metric: dict[str, float] | None = None) -> dict[str, object]:
-        """Return the content of training_info.json: this state and the entries of `metric`. Omit `val_reward` before
-        the first validation."""
+        """Return the content of training_info.json, with the entries of `metric`; without `val_reward` if it is
+        None."""
         info = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("saved", True)}
         if info["val_reward"] is None:
             del info["val_reward"]
@@ -88,9 +87,8 @@ class TrainState:
 
     @classmethod
     def from_training_info(cls, info: dict[str, object] | None) -> Self:
-        """Return the state that `to_training_info` saved as `info`, or a fresh state if `info` is None. Ignore unknown
-        names, and keep the defaults of missing ones. `stop_reason` is not restored, because the configuration may now
-        allow more steps."""
+        """Return the state that `to_training_info` saved as `info`, or a fresh one. Unknown names are ignored.
+        `stop_reason` is not restored, because the configuration may now allow more steps."""
         known = {f.name for f in fields(cls) if f.metadata.get("saved", True)} - {"stop_reason"}
         values = {name: value for name, value in (info or {}).items() if name in known}
         for name in ("val_reward", "best_metric"):

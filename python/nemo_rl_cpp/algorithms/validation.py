@@ -27,8 +27,7 @@ from nemo_rl_cpp.rollouts.rollouts import repeat_prompts, run_multi_turn_rollout
 
 
 class ValidationResult(NamedTuple):
-    """The result of a validation. `metrics` has `accuracy` and the other metrics listed in `Validator.run`. `timings`
-    has `total_validation_time` in seconds."""
+    """The result of a validation: the metrics listed in `Validator.run`, and `total_validation_time` in seconds."""
 
     metrics: Metrics
     timings: dict[str, float]
@@ -145,8 +144,8 @@ class Validator:
 
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, float]:
-    """Return (name, value) of the main result among the metrics of a validation: the loss on held-out answers, or the
-    mean reward, which is named "accuracy" if all rewards were 0 or 1, otherwise "reward"."""
+    """Return (name, value) of the main result: the loss on held-out answers, or the mean reward, which is named
+    "accuracy" if all rewards were 0 or 1, otherwise "reward"."""
     if "val_loss" in metrics:
         return "loss", float(metrics["val_loss"])
     word = "accuracy" if metrics.get("right_or_wrong", 1.0) == 1.0 else "reward"
@@ -154,8 +153,7 @@ def headline(metrics: Mapping[str, Any]) -> tuple[str, float]:
 
 
 def reached_target(metrics: Metrics | None, loop: LoopConfig) -> bool:
-    """Return whether a validation reached `stop_at_validation_threshold`. Raise ValueError if the validation lacks the
-    metric `stop_at_validation_metric`."""
+    """Return whether a validation reached `stop_at_validation_threshold`. Raise ValueError if it lacks the metric."""
     name, threshold = loop.stop_at_validation_metric, loop.stop_at_validation_threshold
     if metrics is None or name is None or threshold is None:
         return False
@@ -170,9 +168,8 @@ def reached_target(metrics: Metrics | None, loop: LoopConfig) -> bool:
 
 
 def choose_samples(rewards: Sequence[float], num_samples: int) -> list[int]:
-    """Return the indices of `num_samples` samples to print: half of them with the highest rewards, half with the
-    lowest, and one from the middle if `num_samples` is odd. If there are at most `num_samples` samples, return all
-    indices in order."""
+    """Return the indices of the samples to print: half of them with the highest rewards, half with the lowest, and one
+    from the middle if `num_samples` is odd; all if there are no more."""
     if len(rewards) <= num_samples:
         return list(range(len(rewards)))
     ranked = sorted(range(len(rewards)), key=lambda index: rewards[index], reverse=True)
@@ -184,8 +181,7 @@ def choose_samples(rewards: Sequence[float], num_samples: int) -> list[int]:
 def print_samples(
     logs: Sequence[Sequence[Mapping[str, str]]], rewards: Sequence[float], num_samples: int, step: int
 ) -> None:
-    """Print up to `num_samples` conversations with their rewards, as chosen by `choose_samples`, under the heading of
-    step `step`."""
+    """Print up to `num_samples` conversations with their rewards, as chosen by `choose_samples`."""
     console = Console()
     for index in choose_samples(rewards, num_samples):
         text = "\n".join(f"{message['role']}: {message['content']}" for message in logs[index])

@@ -50,11 +50,9 @@ _OF_TRL = {
 
 
 def dotted_keys(overrides: Mapping[str, object], algorithm: str, arguments: Collection[str]) -> Keys:
-    """Return the configuration keys that the keyword arguments `overrides` of `train_<algorithm>` set. A keyword has
-    the form `section__key`, or is a key of the algorithm's section.
-
-    Raise a one-line ValueError that lists every unknown keyword, with the most similar key or argument. `arguments` are
-    the names of the other arguments."""
+    """Return the configuration keys that the keyword arguments `overrides` of `train_<algorithm>` set: `section__key`,
+    or a key of the algorithm's section. Raise a one-line ValueError that lists every unknown keyword, with the most
+    similar key or one of `arguments`."""
     section = _SECTIONS[algorithm]
     keys = {*section.model_fields, *(spelling for spelling, _ in section.aliases() if "." not in spelling)}
     found, unknown = {}, []
@@ -88,8 +86,7 @@ def _hint(name: str, algorithm: str, arguments: Collection[str], keys: Collectio
 
 @dataclass(frozen=True)
 class Given:
-    """The argument `loss_fn` or `adv_estimator` after conversion: the configuration keys that it sets, and the loss or
-    estimator if it was passed as a Python object."""
+    """The argument `loss_fn` or `adv_estimator`: the keys that it sets, and a loss or estimator passed as an object."""
 
     what: str
     keys: Keys = field(default_factory=dict)
@@ -106,8 +103,7 @@ class Given:
 
 
 def component_keys(given: object, what: str, algorithm: str) -> Given:
-    """Convert `given`, the value of the argument `what` ("loss_fn" or "adv_estimator") of `train_<algorithm>`. Return
-    the configuration keys that it sets and, if it is a function, an object or a class, `given` itself."""
+    """Convert the argument `what`, "loss_fn" or "adv_estimator", of `train_<algorithm>`."""
     section = "loss_fn" if what == "loss_fn" else f"{algorithm}.adv_estimator"
     if given is None:
         return Given(what)
@@ -122,8 +118,7 @@ def component_keys(given: object, what: str, algorithm: str) -> Given:
 
 
 def lora_keys(given: object, algorithm: str) -> Keys:
-    """Return {dotted key: ("lora", value)} for the configuration keys of LoRA that `given`, the argument `lora`, sets.
-    If `algorithm` is "ppo", they are keys of the policy and of the critic, otherwise only of the policy."""
+    """Return {dotted key: ("lora", value)} for the argument `lora`, which in PPO applies to policy and critic."""
     if given is None or given is False:
         return {}
     if isinstance(given, int):
@@ -141,9 +136,8 @@ def lora_keys(given: object, algorithm: str) -> Keys:
 
 
 def reward_environment(functions: Any, weights: object, as_parts: bool) -> RewardFunctionEnvironment:
-    """Return an environment that computes rewards with `functions`, weighted by `weights` (the arguments reward_funcs
-    and reward_weights). `as_parts` keeps the functions' rewards separate for the estimator gdpo, which weights the
-    rewards itself and needs at least two."""
+    """Return an environment of the arguments reward_funcs and reward_weights. `as_parts` keeps the rewards separate for
+    the estimator gdpo, which weights them itself and needs at least two."""
     if functions is None:
         raise ValueError("reward_funcs is missing: give a function of (completions, **columns), one number each")
     if inspect.isclass(functions):
@@ -170,9 +164,8 @@ def reward_environment(functions: Any, weights: object, as_parts: bool) -> Rewar
 
 
 def rewards_of_call(functions: Any, weights: object, keys: Keys) -> tuple[RewardFunctionEnvironment, Keys]:
-    """Return (environment of the reward functions, configuration keys that `weights` set). Only the estimator gdpo has
-    such keys, because it weights the rewards itself; otherwise the environment does, and the second value is {}. `keys`
-    are the configuration keys that the other arguments set. Raise ValueError if weights are given twice."""
+    """Return (environment of the reward functions, configuration keys that `weights` set: only the estimator gdpo has
+    such keys, otherwise the environment weights). Raise ValueError if weights are given twice."""
     is_gdpo = keys.get("grpo.adv_estimator.name", ("", None))[1] == "gdpo"
     environment = reward_environment(functions, weights, is_gdpo)
     if not is_gdpo or weights is None:
@@ -195,12 +188,10 @@ _RESERVED = ("prompts", "completions")
 
 
 def rows_of(given: object, name: str) -> list[Row]:
-    """Return the prompts `given` as checked rows {"prompt": ..., other columns}. `name` is the argument's name in error
-    messages.
+    """Return the prompts `given` as checked rows {"prompt": ..., other columns}; `name` is the argument's name.
 
-    A string is one prompt, unless it is the path of a file or folder, which is read. A mapping of columns, a data frame
-    (pandas, polars, pyarrow) and a `datasets.Dataset` give rows; anything else is iterated. Raise ValueError for an
-    invalid prompt."""
+    A string is one prompt, unless it is the path of a file or folder. A mapping of columns, a data frame (pandas,
+    polars, pyarrow) and a `datasets.Dataset` give rows; others are iterated. Raise ValueError for an invalid prompt."""
     items, source = _items(given, name)
     padded = comes_from_arrow(given) or any(comes_from_arrow(item) or came_through_pandas(item) for item in items)
     rows = [_row(item, f"row {i} of {source}") for i, item in enumerate(items)]
@@ -318,8 +309,7 @@ def dataset_of(
 
 
 def prompt_message(prompt: Prompt, tokenizer: TokenizerType, tools: list[dict[str, object]] | None = None) -> Message:
-    """Return a user message with the text and token ids of a prompt. A conversation's text is the chat template's
-    rendering, with the definitions of `tools`."""
+    """Return a user message with a prompt's text, which the chat template renders from a conversation, and ids."""
     messages = None if isinstance(prompt, str) else list(prompt)
     text = prompt if messages is None else render_prompt(tokenizer, messages, tools=tools)
     ids = torch.tensor(prompt_ids(tokenizer, text, messages), dtype=torch.int64)

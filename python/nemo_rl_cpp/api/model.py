@@ -33,10 +33,7 @@ _OPTIONS = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_strings")
 
 
 class TextWriter:
-    """The base class of objects that generate text with their attributes `generation` (an engine) and `tokenizer`: a
-    `LoadedModel`, or the result of a training.
-
-    `limit_name` is the name of the length limit in error messages."""
+    """The base class of objects that generate text with an engine and a tokenizer. `limit_name` names their limit."""
 
     generation: BaseEngine
     tokenizer: Tokenizer
@@ -194,8 +191,7 @@ def load(model: str | Path, *, precision: str | None = None, max_length: int | N
 
 
 def eval_config(given: Keys) -> EvalMasterConfig:
-    """Build a configuration from `given`, the keys that the arguments of `load` or `evaluate` set. Raise ConfigError,
-    whose message names the invalid arguments."""
+    """Build a configuration from the keys that arguments set. Raise ConfigError, whose message names the arguments."""
     precision = given.get("generation.vllm_cfg.precision", ("", "float32"))[1]
     if precision not in ("float32", "bfloat16"):
         raise ValueError(f"precision is {in_a_line(precision)}: expected float32 or bfloat16")

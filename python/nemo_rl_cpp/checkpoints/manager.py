@@ -90,8 +90,7 @@ class CheckpointManager:
         timeout: bool = False,
         interrupted: bool = False,
     ) -> str | None:
-        """Return the reason why a checkpoint is due after `step` (counted from 1), such as `save_period` or one of the
-        arguments, or None if none is due or if checkpoints are disabled."""
+        """Return why a checkpoint is due after `step` (from 1), such as `save_period` or an argument, or None."""
         reasons = {
             "interrupted": interrupted,
             "timeout": timeout,
@@ -160,9 +159,8 @@ class CheckpointManager:
     def claim(self) -> None:
         """Lock the folder against other runs until `shutdown`, or until this process ends.
 
-        Raise FolderInUseError if another run uses the folder; the message gives its process, host and time. Raise
-        FolderError if the folder cannot be created or written. Both are ValueErrors. Do nothing if checkpoints are
-        disabled."""
+        Raise FolderInUseError if another run uses the folder, and FolderError if it cannot be created or written; both
+        are ValueErrors. Do nothing if checkpoints are disabled."""
         if not self.enabled or self._claimed:
             return
         try:
@@ -239,8 +237,8 @@ class CheckpointManager:
     def get_resume_paths(
         last_checkpoint_path: Path | str | None, *, model_component: Literal["policy", "value"] = "policy"
     ) -> tuple[Path | None, Path | None]:
-        """Return (weights folder, optimizer folder) of the model `model_component` in a checkpoint. Both are None
-        without a checkpoint. If the optimizer was not saved, return None for its folder and warn."""
+        """Return (weights folder, optimizer folder) of a model in a checkpoint; (None, None) without one. If the
+        optimizer was not saved, its folder is None, with a warning."""
         if not last_checkpoint_path:
             return None, None
         component = Path(last_checkpoint_path) / model_component
@@ -261,10 +259,10 @@ class CheckpointManager:
     def recover(self) -> list[str]:
         """Finish or remove what a crash during a save has left, and return a description of each action.
 
-        A sealed `tmp_step_N` is published, and an unsealed one is removed. If there is an `old_step_N` but no `step_N`,
-        it is renamed back to `step_N`. A `step_N` whose files or sizes differ from its manifest is renamed to
-        `corrupt_step_N`. A `step_N` without a manifest was written by another program and stays until a save needs its
-        name. Do nothing during a save, or if the folder is locked or cannot be written."""
+        A sealed `tmp_step_N` is published, an unsealed one removed. An `old_step_N` without `step_N` becomes it again.
+        A `step_N` whose files or sizes differ from its manifest becomes `corrupt_step_N`; one without a manifest, of
+        another program, stays until a save needs its name. Do nothing during a save, or in a folder that is locked or
+        read-only."""
         if not self.checkpoint_dir.is_dir() or self._saving:
             return []
         with ExitStack() as stack:
@@ -311,8 +309,7 @@ class CheckpointRecord(NamedTuple):
 
 
 def history(root: Path) -> list[CheckpointRecord]:
-    """Return every complete checkpoint in the folder `root`, in order of steps. Complete means that files and sizes
-    match the manifest, and that training_info can be read."""
+    """Return every complete checkpoint in `root`, in order of steps: files and sizes match the manifest."""
     return [
         CheckpointRecord(step, path, json.loads((path / TRAINING_INFO).read_text(encoding="utf-8")))
         for prefix, step, path in _folders(root)

@@ -21,9 +21,7 @@ from .folders import WHAT_TO_DO, changes, newest_checkpoint, read_saved, refusal
 
 
 def check(config: WholeConfig) -> Iterator[Finding]:
-    """Yield problems with the chat template, and with every row of local data sets.
-
-    Hub data sets and users' data set classes are checked later, when the run loads them."""
+    """Yield problems with the chat template and with every row of local data sets; others are checked by the run."""
     from .rows import check_rows  # loads numpy, so only after the other checks
 
     evaluation = not isinstance(config, TrainMasterConfig)
@@ -39,7 +37,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _check_counts(config: TrainMasterConfig, counts: dict[str, int | None]) -> Iterator[Finding]:
-    """Yield a problem if a data loader would have fewer rows than a batch. `counts`: rows of each training data set, if
+    """Yield a problem if a data loader would have fewer rows than a batch. `counts`: rows of each data set, if
     known."""
     batch_size = config.loop.prompts_per_round
     if config.data.use_multiple_dataloader:
@@ -128,10 +126,8 @@ def mean_lengths(config: TrainMasterConfig) -> Lengths | None:
 
 
 def check_environments(config: WholeConfig) -> Iterator[Finding]:
-    """Import the user's own environments, reward functions, data set classes, estimator and loss. Yield a problem for
-    each import that fails.
-
-    These modules may import torch, which is slow. Environments of this package are not imported."""
+    """Import the user's own environments, reward functions, data set classes, estimator and loss, which may import
+    torch. Yield a problem for each import that fails."""
     training = isinstance(config, TrainMasterConfig)
     named: list[tuple[str, object, str]] = []
     if training:

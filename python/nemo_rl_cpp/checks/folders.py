@@ -88,8 +88,8 @@ def _saved_config(file: Path) -> dict[str, dict[str, object]] | None:
 
 
 def changes(saved: Saved, config: WholeConfig) -> list[Change]:
-    """Return every configuration key whose value in this run, `config`, differs from the checkpoint's. A key that the
-    checkpoint lacks is included only if a file or the command line sets it."""
+    """Return every key whose value in this run differs from the checkpoint's. A key that the checkpoint lacks is
+    included only if a file or the command line sets it."""
     if saved.config is None:
         return []
     before = flatten_dict(saved.config, expand_lists=False)
@@ -106,7 +106,7 @@ def changes(saved: Saved, config: WholeConfig) -> list[Change]:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint in a folder, or None if there is none or the folder cannot be used (see `check`)."""
+    """Return the newest checkpoint in a folder, or None if there is none or the folder cannot be used."""
     try:
         return next((record.path for record in reversed(history(folder))), None)
     except OSError:
@@ -123,8 +123,7 @@ def headline(saved: Saved, changed: list[Change]) -> str:
 
 
 def environment_keys(config: WholeConfig) -> list[str]:
-    """Return the configuration keys whose values come from environment variables. Checkpoints do not contain these
-    values, so they cannot be compared."""
+    """Return the keys whose values come from environment variables, which checkpoints do not contain."""
     return sorted(key for key, value in flatten_dict(written(config)).items() if "${oc.env:" in str(value))
 
 
@@ -207,8 +206,8 @@ def _model_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> I
 def architecture_refusals(
     saved: Saved, section: str, config: TrainedModelConfig, model_config: Mapping[str, object]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) for each setting of the model `section` that would make the native decoder compute something
-    else than in the checkpoint's run. `model_config` is the model's config.json with the overrides applied."""
+    """Yield (key, reason) for each setting of the model `section` with which the native decoder would compute something
+    else. `model_config` is the model's config.json with the overrides applied."""
     value_head = section == "value"
     try:
         saved_config = read_config(saved.path / section / "weights")
@@ -225,8 +224,7 @@ def architecture_refusals(
 
 
 def hf_architecture_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) for each entry of the overrides of config.json that makes a transformers model differ from
-    the checkpoint's."""
+    """Yield (key, reason) for each override of config.json with which a transformers model differs from the saved."""
     try:
         saved_config = read_config_file(saved.path / section / "weights")
     except (OSError, ValueError):

@@ -282,8 +282,7 @@ def _check_shaping(config: TrainMasterConfig) -> Iterator[Finding]:
 
 
 def check_memory(config: WholeConfig) -> Iterator[Finding]:
-    """Yield a warning if the configuration was written for other hardware or engines, and a problem if the run needs
-    more memory than there is."""
+    """Yield a warning if the configuration is for other hardware, and a problem if there is too little memory."""
     text = fold_text(config, memory.forecast_summary(config))
     if text is not None:
         yield Finding("warning", "", note_as_said(text))

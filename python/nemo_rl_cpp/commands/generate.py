@@ -97,8 +97,7 @@ def chat(arguments: Sequence[str]) -> int:
 
 
 def talk(generator: TextGenerator, known: argparse.Namespace) -> None:
-    """Run a chat with the model of `generator`: read lines from standard input until it ends, and respond to each with
-    all earlier messages as context. `known` holds the parsed options of the command line."""
+    """Run a chat: respond to each line of standard input, until it ends, with all earlier messages as context."""
     begin = [] if known.system is None else [{"role": "system", "content": known.system}]
     messages, answers = list(begin), 0
     while True:
@@ -122,9 +121,7 @@ def talk(generator: TextGenerator, known: argparse.Namespace) -> None:
 
 
 def write_answer(generator: TextGenerator, known: argparse.Namespace, asked: list[dict[str, str]], number: int) -> str:
-    """Print a response to the conversation `asked` while `generator` generates it, and return it. Ctrl-C ends the
-    response. `known` holds the parsed options of the command line. `number` is the number of earlier responses in the
-    chat; it changes the seed."""
+    """Print a response while it is generated, and return it. Ctrl-C ends it. `number`, its place, changes the seed."""
     written: list[str] = []
 
     def show(piece: str) -> None:

@@ -38,17 +38,15 @@ _CONFIGS_EXAMPLES = """examples:
 
 
 def train(arguments: Sequence[str], kind: str | None = None) -> int:
-    """Load and check a configuration, train, and return the exit status. `kind` is the kind of run, a key of `KINDS`;
-    None: derive it from the configuration file."""
+    """Load and check a configuration, train, and return the exit status. `kind` None: it follows from the file."""
     return _run(arguments, kind or "grpo", kind, train_to_the_end)
 
 
 def train_to_the_end(config: TrainMasterConfig) -> None:
     """Build the run and train it.
 
-    If a worker is lost (WorkerLostError: killed, stopped, or its machine is gone), end the other workers and resume
-    from the newest checkpoint with new workers, at most `cluster.max_restarts` times. Any other error ends the run. A
-    lost worker also ends the run if the user has already asked it to end."""
+    If a worker is lost (killed, stopped, or its machine is gone), resume from the newest checkpoint with new workers,
+    at most `cluster.max_restarts` times, unless the user has asked the run to end. Any other error ends the run."""
     from nemo_rl_cpp.algorithms.build import build_run  # loads torch, so only after the configuration was checked
 
     run = None

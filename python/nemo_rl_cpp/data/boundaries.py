@@ -26,8 +26,8 @@ _FROM_CONFIG = (
 def prompt_ids(
     tokenizer: TokenizerType, text: str, messages: Sequence[Mapping[str, object]] | None = None
 ) -> list[int]:
-    """Return the token ids of a prompt. `messages` is the conversation that a chat template rendered as `text`, or None
-    for plain text. If plain text already starts with the BOS token, no second one is added."""
+    """Return the token ids of a prompt: plain text, or `text` as a chat template rendered it from `messages`. If plain
+    text already starts with the BOS token, no second one is added."""
     plain = messages is None or text == "".join(str(message.get("content")) for message in messages)
     ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
     ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)

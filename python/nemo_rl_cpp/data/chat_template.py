@@ -146,12 +146,12 @@ _ENDINGS = (".jinja", ".jinja2", ".j2", ".txt", ".json", ".tpl", ".tmpl")
 
 def choose_template(value: object, own: str | Mapping[str, str] | None, key: str) -> str | dict[str, str] | None:
     """Return the template that `value` of the configuration key `key` selects. `own` is the tokenizer's template, or
-    its named templates (name -> template).
+    its named templates.
 
     None selects `PASSTHROUGH`, and "default" the tokenizer's template. A string with `{{` or `{%` is itself a template.
-    The name of one of the tokenizer's named templates selects it. A path is read; a .json file must have the entry
-    `chat_template`. Raise ChatTemplateError for a template that does not read `messages`, and for any other value.
-    Raise FileNotFoundError if the path does not exist."""
+    A name selects one of the named templates. A path is read; a .json file must have the entry `chat_template`. Raise
+    FileNotFoundError for a missing file, and ChatTemplateError for a template without `messages` and any other
+    value."""
     if value is None:
         return PASSTHROUGH
     if not isinstance(value, str):
@@ -267,10 +267,9 @@ def _content(message: Mapping[str, object]) -> str:
 
 
 def system_part(tokenizer: TokenizerType, messages: Messages, text: str) -> int:
-    """Return how many leading characters of `text`, rendered from `messages`, belong to the first message, the
-    system's. If `text` begins with a rendering of this message alone, return the length of the rendering. Otherwise
-    (the template rejects a system message alone or merges it into the user's turn) return where the message's content
-    ends in `text`, or 0 if `text` lacks the content."""
+    """Return how many leading characters of `text` belong to the first message, the system's: the length of its
+    rendering alone, if `text` begins with it. Otherwise (the template rejects a system message alone or merges it into
+    the user's turn) return where its content ends in `text`, or 0."""
     try:
         alone = _apply(tokenizer, messages[:1], False, None)
     except ValueError:  # many templates reject a system message alone

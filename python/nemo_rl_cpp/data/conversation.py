@@ -1,7 +1,5 @@
-"""Conversion of prompts and rows to conversations, with one-sentence error messages.
-
-A conversation is a list of messages {"role", "content"}. Data sets, `train_grpo` and `generate` use the same rules. The
-messages of ValueErrors lack the file and the row, which the caller adds."""
+"""Conversion of prompts and rows to conversations: lists of messages {"role", "content"}. Data sets, `train_grpo` and
+`generate` use the same rules. The messages of ValueErrors lack the file and the row, which the caller adds."""
 
 import json
 import math
@@ -16,9 +14,8 @@ _ARROW = ("datasets", "pandas", "polars", "pyarrow")
 
 
 def plain(value: object) -> object:
-    """Convert a value recursively to Python's types: arrays, Series and tuples to lists, mappings to dictionaries,
-    numpy scalars to numbers. Null entries of mappings inside an array of objects are removed, because such entries come
-    from Arrow's structs through pandas."""
+    """Convert a value recursively to Python's types. Null entries of mappings inside an array of objects are removed,
+    because they come from Arrow's structs through pandas."""
     names = ("tolist", "to_list", "as_py")  # numpy, torch and pandas; polars; scalars of pyarrow
     convert = next((getattr(value, name) for name in names if hasattr(value, name)), None)
     if convert is not None and not isinstance(value, type):
@@ -77,7 +74,7 @@ ChatMessage = dict[str, object]  # a message of a prompt: role, content, and fur
 
 def look_up(row: Mapping[str, object], key: str) -> object:
     """Return the value of the column `key`, or for a dotted key (`reward_model.ground_truth`) a value inside a column.
-    If it does not exist, raise ValueError with the existing keys."""
+    Raise ValueError, with the existing keys, if it does not exist."""
     if key in row:
         return row[key]
     value: object = row
@@ -91,9 +88,8 @@ def look_up(row: Mapping[str, object], key: str) -> object:
 
 
 def conversation_of(value: object, key: str) -> list[ChatMessage]:
-    """Return the question `value` as a list of messages. A string or a number becomes a user message. A list of
-    {"role", "content"} or of {"from", "value"} (ShareGPT) is a conversation. Raise ValueError, with `key` in its
-    message, for anything else."""
+    """Return a question as a list of messages: a user message for a string or number, or a list of {"role", "content"}
+    or of {"from", "value"} (ShareGPT). Raise ValueError, with `key` in its message, for anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         value = str(value)
     if isinstance(value, str):
@@ -111,7 +107,7 @@ def conversation_of(value: object, key: str) -> list[ChatMessage]:
 
 
 def question_and_answer(question: str, answer: object) -> list[ChatMessage]:
-    """Return a conversation of a user message (the question) and an assistant message (the answer)."""
+    """Return a conversation of a user message and an assistant message."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
@@ -183,7 +179,7 @@ def is_conversation(items: object) -> bool:
 
 def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | list[ChatMessage]:
     """Return a prompt as a string, or as the messages of a conversation that the model can continue. Raise ValueError,
-    with a message that begins with `where`, for anything else, and for an empty text unless `may_be_empty`."""
+    beginning with `where`, for anything else, and for an empty text unless `may_be_empty`."""
     if isinstance(value, str):
         if not value and not may_be_empty:
             raise ValueError(f"{where} is an empty text: a prompt needs at least one character")
@@ -247,8 +243,7 @@ def joined_text(parts: Sequence[Mapping[str, object]], key: str = "content") -> 
 
 
 def tools_of(row: Mapping[str, object]) -> list[dict[str, object]] | None:
-    """Return the column `tools` of a row as a list of JSON schemas, or None if it is empty. The column may be a JSON
-    string. Raise ValueError for anything else."""
+    """Return the column `tools` of a row, which may be a JSON string, as a list of JSON schemas, or None."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:

@@ -20,8 +20,7 @@ from nemo_rl_cpp.user_code import call_user
 
 
 def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
-    """Return the rows as a batch of prompts. `length`, `loss_multiplier` and `batch_max_length` are tensors [B], the
-    other columns are lists."""
+    """Return rows as a batch: `length`, `loss_multiplier` and `batch_max_length` are tensors [B], others lists."""
     length = torch.tensor([datum["length"] for datum in data_batch])
     lists = {name: [datum[name] for datum in data_batch] for name in ("message_log", "extra_env_info", "idx")}
     lists |= {name: [datum.get(name) for datum in data_batch] for name in ("task_name", "stop_strings")}
@@ -121,9 +120,9 @@ class StatefulDataLoader:
 
 
 class MultipleDataloaderWrapper(Iterator[BatchedDataDict]):
-    """A loader that combines several loaders, one per task. For each step it takes batches of
-    `data.num_prompts_per_dataloader` prompts from the loaders, round-robin, until it has `expected_num_prompts`. It
-    never ends, because an exhausted loader starts over. As in NeMo RL, it has no epochs.
+    """A loader that combines one loader per task. For each step it takes batches of `data.num_prompts_per_dataloader`
+    prompts round-robin, until it has `expected_num_prompts`. An exhausted loader starts over. As in NeMo RL, it has no
+    epochs.
 
     `data.custom_dataloader` is the dotted path of a function (data_iterators, dataloaders) -> (batch, data_iterators)
     that chooses the prompts instead. State inside the function is not saved."""
@@ -194,8 +193,8 @@ def save_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWra
 
 
 def load_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWrapper, checkpoint: Path) -> None:
-    """Restore the loader's position from the checkpoint folder. Raise FileNotFoundError if the folder has no saved
-    position, and ValueError if it was saved with different data."""
+    """Restore the loader's position from the checkpoint folder. Raise FileNotFoundError if it has none, and ValueError
+    if it was saved with different data."""
     file = checkpoint / "train_dataloader.json"
     if not file.is_file():
         raise FileNotFoundError(

@@ -108,7 +108,7 @@ def fill_prompt(prompt: str, question: str) -> str:
 @lru_cache(maxsize=64)
 def split_prompt(prompt: str) -> tuple[str, str]:
     """Return the text before and after the placeholder `{}` of a prompt file. Raise ValueError, which quotes the line
-    of the mistake, unless there is exactly one placeholder.
+    of the mistake, unless there is exactly one.
 
     If all other braces are doubled, the text is parsed as by `str.format`. Otherwise other braces are literal, and a
     `{}` that is the argument of a LaTeX command is not a placeholder."""
@@ -191,10 +191,8 @@ def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessa
 @_processor
 def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
     """Convert a row {"messages"} to a prompt with one user entry, in which the chat template renders the system prompt
-    and the conversation up to the last question.
-
-    If the last message is the assistant's, it is the ground truth. The last question is inserted into the prompt file.
-    A row's column "tools" is passed to the chat template."""
+    and the conversation up to the last question, with the row's "tools". A last message of the assistant is the ground
+    truth."""
     messages, info = _asked(row, spec, "math_hf_data_processor")
     system = system_message(spec)
     if system and any(message["role"] in ("system", "developer") for message in messages):
@@ -209,11 +207,9 @@ def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerTyp
 
 @_processor
 def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Convert a row {"messages": [question, answer]} to plain text that the model continues, without a chat template.
-    The text begins with a BOS token if the tokenizer adds one.
-
-    The text is the system prompt, unchanged, followed by the prompt file with the question inserted. This processor is
-    for base models and for few-shot tasks, whose responses end at the row's "stop_strings"."""
+    """Convert a row {"messages": [question, answer]} to plain text that the model continues: the system prompt, then
+    the prompt file with the question. It is for base models and for few-shot tasks, whose responses end at the row's
+    "stop_strings"."""
     messages, info = _asked(row, spec, "raw_completion_data_processor")
     if len(messages) > 1:
         raise ValueError(
@@ -227,8 +223,8 @@ def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: Token
 @_processor
 def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
     """Convert a row {"messages"} to a prompt for agents, which call the policy themselves. The environment gets
-    `messages`: the system prompt and the row's messages up to the last question. The text of the prompt is their
-    contents, joined by newlines; agents do not get this text."""
+    `messages`, with the system prompt. The prompt's text is their contents, joined by newlines; agents do not get
+    it."""
     messages, info = _asked(row, spec, "agent_data_processor")
     messages = [*system_message(spec), *messages]
     text = "\n".join(str(message["content"]) for message in messages)
@@ -237,8 +233,8 @@ def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType)
 
 @_processor
 def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Convert a row {"question", "options": {letter: text}, "answer"}, optionally with "subject", to a prompt. With a
-    prompt file, the prompt is the file's text, the question and the list of options; otherwise the question alone."""
+    """Convert a row {"question", "options": {letter: text}, "answer"}, optionally with "subject", to a prompt: with a
+    prompt file its text, the question and the options; otherwise the question alone."""
     name = "multichoice_qa_processor"
     question = _question(_column(row, "question", name), "question")
     if spec.prompt:
@@ -297,7 +293,7 @@ FILLS_A_PLACE = PROMPT_MAKERS.keys() - {multichoice_qa_processor}
 
 
 def register_processor(processor_name: str, processor_function: TaskDataProcessFnCallable) -> None:
-    """Register a processor by a name that configurations can use. Raise ValueError if the name is taken."""
+    """Register a processor. Raise ValueError if the name is taken."""
     if processor_name in PROCESSOR_REGISTRY:
         raise ValueError(f"Processor name {processor_name} already registered")
     PROCESSOR_REGISTRY[processor_name] = processor_function

@@ -20,8 +20,8 @@ def permutation(count: int, seed: int, epoch: int) -> list[int]:
 
 
 class Draws:
-    """A sequence of random numbers for one row of a data set, determined by (seed, key). `below(n)` is uniform in
-    0..n-1 (bias under 2**-50 for n below 2**14)."""
+    """Random numbers for one row of a data set, determined by (seed, key). `below(n)` is uniform in 0..n-1 (bias under
+    2**-50 for n below 2**14)."""
 
     def __init__(self, seed: int, *key: int):
         self._seed, self._key, self._turn = seed, key, 0

@@ -39,11 +39,10 @@ def _leaves(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 class TokenBytes:
-    """A callable that returns the bytes of a token id of one `tokenizers.Tokenizer`.
+    """A callable that returns the bytes that a token id adds to a text.
 
     It supports byte-level BPE (GPT-2, Llama 3, Qwen), byte fallback with a space mark (Llama 2), and plain tokens,
-    which are joined by spaces if there is no decoder. The bytes are those that a token adds to a text. Changes that a
-    decoder makes only at the start of a text (dropping one leading space) are ignored."""
+    which are joined by spaces if there is no decoder. That a decoder drops one leading space of a text is ignored."""
 
     def __init__(self, tokenizer: Backend):
         spec = json.loads(tokenizer.to_str())
@@ -86,8 +85,7 @@ def bytes_of_token(tokenizer: TokenizerType) -> Callable[[int], bytes]:
 
 
 def token_bytes_table(tokenizer: TokenizerType, size: int | None = None) -> list[bytes]:
-    """Return the bytes of the ids 0..size-1 (default: len(tokenizer)). `size` is usually the model's vocabulary size;
-    ids that the tokenizer lacks get b""."""
+    """Return the bytes of the ids 0..size-1 (default: len(tokenizer)); b"" for ids that the tokenizer lacks."""
     of, count = bytes_of_token(tokenizer), len(tokenizer) if size is None else size
     known = count if hasattr(tokenizer, "backend_tokenizer") else len(tokenizer)
     return [of(i) if i < known else b"" for i in range(count)]
@@ -110,8 +108,8 @@ class TextStream:
     """A stream that decodes one response token by token.
 
     The text of a token is returned as soon as no later token can change it: its characters are complete, and it cannot
-    be the start of a stop string. The response's text ends before the first stop string, or after it with `keep_stop`.
-    `before` are the prompt's token ids. With `skip_special`, special tokens add no text, except those in `kept`."""
+    be the start of a stop string. The text ends before the first stop string, or after it with `keep_stop`. `before`
+    are the prompt's ids. With `skip_special`, special tokens add no text, except those in `kept`."""
 
     def __init__(
         self, tokenizer: TokenizerType, before: Sequence[int] = (), *, stops: tuple[str, ...] = (), keep_stop: bool = False,
@@ -132,8 +130,7 @@ class TextStream:
         self._stopped = False
 
     def push(self, token_ids: Sequence[int], last: bool = False) -> list[str]:
-        """Add the response's next tokens. Return the texts of those tokens whose text has become final, oldest first;
-        with `last`, of all remaining ones."""
+        """Add the response's next tokens. Return the texts of those that have become final; with `last`, of all."""
         for token in token_ids:
             if not self._is_skipped(token):
                 self._window.append(token)

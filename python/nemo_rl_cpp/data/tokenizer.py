@@ -48,10 +48,9 @@ def _as_ids(ids: int | Iterable[int] | torch.Tensor) -> list[int]:
 
 
 class Tokenizer(SpecialTokens):
-    """A tokenizer, which converts text to token ids and back. Use `from_pretrained` for a folder or a model name.
+    """A tokenizer, which converts text to token ids and back. `from_pretrained` loads one.
 
     Args:
-        tokenizer: a `tokenizers.Tokenizer`.
         config: the keys of tokenizer_config.json.
         eos_token_ids: the end tokens that the model in the tokenizer's folder lists, if any (see `data.boundaries`)."""
 
@@ -78,8 +77,8 @@ class Tokenizer(SpecialTokens):
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, *, section: str = "policy.tokenizer") -> Tokenizer:
-        """Load a tokenizer from a folder or by model name. Raise ValueError, with the key of `section` to change in its
-        message, if there is no tokenizer.json."""
+        """Load a tokenizer from a folder or by model name. Raise ValueError, with the key of `section` to change, if
+        there is no tokenizer.json."""
         key = "tokenizer.name" if section == "tokenizer" else "policy.model_name"
         folder = resolve_model(name_or_path, key=key, files=TOKENIZER_FILES)
         file = folder / "tokenizer.json"
@@ -183,13 +182,13 @@ class Tokenizer(SpecialTokens):
         chat_template: str | None = None, *, add_generation_prompt: bool = False, tokenize: bool = True,
         return_tensors: str | None = None, return_dict: bool = False, add_special_tokens: bool = False, **kwargs: object,
     ) -> Any:  # fmt: skip
-        """Return a conversation (a list of {"role", "content"} messages) as the model's prompt, as text or as ids.
+        """Return a conversation as the model's prompt.
 
-        With `add_generation_prompt`, the prompt ends with the start of an assistant message. With `tokenize=False`,
-        return the text; otherwise return ids as a list, a tensor [1, S] with `return_tensors="pt"`, or an Encoding with
-        `return_dict`. No special tokens are added unless `add_special_tokens`, because the template writes them.
-        `kwargs` are variables for the template (such as `enable_thinking=False`). Raise ValueError if there is no
-        template or if it rejects the messages."""
+        With `add_generation_prompt`, it ends with the start of an assistant message. With `tokenize=False`, return the
+        text; otherwise ids as a list, a tensor [1, S] with `return_tensors="pt"`, or an Encoding with `return_dict`. No
+        special tokens are added unless `add_special_tokens`, because the template writes them. `kwargs` are variables
+        for the template (such as `enable_thinking=False`). Raise ValueError without a template, or if it rejects the
+        messages."""
         from nemo_rl_cpp.data.chat_template import render_chat_template  # jinja2 takes a fifth of a second to load
 
         text = render_chat_template(
@@ -235,11 +234,9 @@ class Tokenizer(SpecialTokens):
 def get_tokenizer(
     tokenizer_config: TokenizerConfig | Mapping[str, object], *, section: str = "policy.tokenizer"
 ) -> Tokenizer:
-    """Return the tokenizer that the section `policy.tokenizer` describes. Raise ValueError, with `section` in its
-    message, if the section has no `name`.
-
-    The key `name` is a folder or model name. `chat_template` selects the template (see `choose_template`); by default
-    it is the folder's. `chat_template_kwargs` are variables for every call of `apply_chat_template`."""
+    """Return the tokenizer that the section `policy.tokenizer` describes: `name` is a folder or model name,
+    `chat_template` selects the template (see `choose_template`; by default the folder's), and `chat_template_kwargs`
+    are variables for every rendering. Raise ValueError, with `section`, without a name."""
     # `nemo-rl-cpp generate` has no configuration: it starts without pydantic
     from nemo_rl_cpp.config.base import as_model
     from nemo_rl_cpp.config.policy import TokenizerConfig

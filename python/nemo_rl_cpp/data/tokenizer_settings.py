@@ -33,10 +33,9 @@ def token_text(token: str | Mapping[str, Any] | None) -> str | None:
 
 
 def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
-    """Return the settings of tokenizer_config.json, completed from other files. If they lack `added_tokens_decoder`,
-    the keys of special_tokens_map.json take precedence, and the tokens of added_tokens.json become
-    `added_tokens_decoder`, except tokens whose ids are in tokenizer.json (`own_ids`). If chat_template.jinja exists,
-    its text becomes the value of `chat_template`."""
+    """Return the settings of tokenizer_config.json. If they lack `added_tokens_decoder`, special_tokens_map.json takes
+    precedence, and added_tokens.json adds tokens whose ids tokenizer.json (`own_ids`) lacks. chat_template.jinja, if
+    there is one, is the `chat_template`."""
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
         _take_special_tokens_map(settings, read_json(folder / "special_tokens_map.json"))
@@ -57,8 +56,8 @@ def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
 def write_settings(
     folder: Path, settings: Mapping[str, object], named: Mapping[str, str], additional: list[str]
 ) -> None:
-    """Write two files into an existing folder: tokenizer_config.json with `settings` (including the chat template), and
-    special_tokens_map.json with the special tokens by role (`named`) and those without a role (`additional`)."""
+    """Write tokenizer_config.json with `settings`, and special_tokens_map.json with the special tokens by role
+    (`named`) and those without a role (`additional`)."""
     special: dict[str, str | list[str]] = dict(named)
     if additional:
         special["additional_special_tokens"] = additional
@@ -76,8 +75,8 @@ def _take_special_tokens_map(settings: dict[str, Any], special: Mapping[str, Any
 
 
 def extra_special_tokens(settings: Mapping[str, Any]) -> list[str]:
-    """Return the special tokens without a role: those under separate keys (such as `image_token`), and those under the
-    common key `additional_special_tokens` or `extra_special_tokens`."""
+    """Return the special tokens without a role: those under separate keys (such as `image_token`), and those under
+    `additional_special_tokens` or `extra_special_tokens`."""
     own = [token_text(token) for key, token in settings.items() if key.endswith("_token") and key not in NAMED_TOKENS]
     extra = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []
     common = [token_text(token) for token in (extra.values() if isinstance(extra, Mapping) else extra)]
@@ -147,8 +146,8 @@ def _added_token(token: str | Mapping[str, object] | None, **flags: bool) -> Add
 
 
 class SpecialTokens:
-    """The base class of the tokenizer. It registers the special tokens of tokenizer_config.json with the
-    `tokenizers.Tokenizer`, so that each is a single token, and decoding can skip them."""
+    """The base class of the tokenizer. It registers the special tokens of tokenizer_config.json, so that each is a
+    single token, and decoding can skip them."""
 
     def __init__(self, backend: Backend, config: Mapping[str, Any], eos_token_ids: Iterable[int]):
         self.backend_tokenizer = backend

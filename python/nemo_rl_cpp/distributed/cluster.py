@@ -52,8 +52,8 @@ def shut_down(*clusters: "Cluster | None") -> None:
 
 
 class Cluster:
-    """The workers of a run, one per device. By default this process itself is the only worker. Other workers are
-    processes on this machine, or Ray actors (`cluster.executor`), and compute on the CPU.
+    """The workers of a run, one per device: this process itself, processes on this machine, or Ray actors
+    (`cluster.executor`), which compute on the CPU.
 
     Args:
         bundle_ct_per_node_list: number of workers on each node.
@@ -115,7 +115,7 @@ class Cluster:
 
 class WorkerGroup:
     """A set of objects, one in each worker of a cluster, whose methods are called on all workers. The builder,
-    arguments and results are pickled. Several groups may share the workers of a cluster.
+    arguments and results are pickled. Several groups may share the workers.
 
     Args:
         remote_worker_builder: builds the object from the `Ranks` of its worker.
@@ -144,8 +144,8 @@ class WorkerGroup:
         return [workers.call(rank, self._target, method_name, payload) for rank in range(self.cluster.world_size())]
 
     def call_all(self, method_name: str, *args: object, **kwargs: object) -> list:
-        """Call the method `method_name` on all workers concurrently, and return the results in rank order. If a rank
-        fails, stop waiting for the others and raise an error that names the rank."""
+        """Call a method on all workers concurrently, and return the results in rank order. If a rank fails, raise an
+        error that names it."""
         return self.cluster.workers.wait(self.run_all_workers_single_data(method_name, *args, **kwargs))
 
     def call_for_one_value(self, method_name: str, *args: object) -> object:
@@ -160,9 +160,8 @@ class WorkerGroup:
     def call_each(
         self, method_name: str, each: list[tuple], event: str, on_event: list[Callable[..., None] | None]
     ) -> list:
-        """Call a method on every worker with the arguments `each[rank]`, and return the results in rank order. The
-        method's argument named `event` is a callback: when worker `rank` calls it, `on_event[rank]` runs in this
-        process with the same arguments."""
+        """Call a method on every worker with the arguments `each[rank]`, and return the results in rank order. Its
+        argument named `event` is a callback: a call of it by worker `rank` runs `on_event[rank]` in this process."""
         calls = []
         for rank, (args, told) in enumerate(zip(each, on_event)):
             listener = None if told is None else (event, told)

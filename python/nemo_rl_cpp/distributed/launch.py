@@ -74,9 +74,9 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> None:
-    """Raise ConfigError if the configuration does not fit the launch: if it sets a different number of workers,
-    requests restarts (which only the launcher can do), has `engines` workers that only generate, or sets an executor
-    with which every rank would start a separate run."""
+    """Raise ConfigError if the configuration does not fit the launch: a different number of workers, restarts (which
+    only the launcher can do), `engines` workers that only generate, or an executor with which every rank would be a
+    separate run."""
     if cluster.executor not in ("processes", "auto"):
         text = (
             f"is {cluster.executor}, but {launch.size_variable} is {launch.size}, so every rank would be a run of its own: set it to auto or "
@@ -152,8 +152,8 @@ def meet(launch: Launch) -> Store:
 
 
 def listen(launch: Launch, store: Store) -> tuple[socket.socket, bytes]:
-    """Open the socket at which rank 0 accepts connections, and write its port to the store. Also write the secret by
-    which workers prove that they belong to the run, unless it is in the environment. Return (socket, secret)."""
+    """Open the socket at which rank 0 accepts connections, and write its port to the store, and the secret by which
+    workers prove that they belong to the run, unless it is in the environment. Return (socket, secret)."""
     listening = socket.create_server((socket.gethostbyname(launch.host), 0))
     if not os.environ.get(TOKEN):
         store.set("secret", secrets.token_hex(32))
@@ -166,9 +166,8 @@ def _secret(store: Store) -> bytes:
 
 
 def admit(reached: socket.socket, token: bytes) -> tuple[Connection, dict]:
-    """Check that the rank connected by the socket `reached` knows the secret `token`. Return (the connection, what the
-    rank reports about itself). For any other peer raise OSError, EOFError, ValueError or AuthenticationError; nothing
-    that it sends is unpickled."""
+    """Check that a connected rank knows the secret. Return (the connection, what the rank reports about itself). For
+    any other peer raise OSError, EOFError, ValueError or AuthenticationError; nothing that it sends is unpickled."""
     connection = as_connection(reached)
     try:
         deliver_challenge(connection, token)
@@ -411,8 +410,8 @@ class ProcessWorkers(Workers):
 
 
 def rendezvous_store(host: str, deadline: float) -> TCPStore:
-    """Return a TCP store on a free port of `host`, for the rendezvous of the ranks (`ranks.connect`). `deadline` is the
-    timeout in seconds of each operation of the store."""
+    """Return a TCP store on a free port of `host`, for the rendezvous of the ranks, with this timeout of each
+    operation."""
     import torch.distributed as dist
 
     return dist.TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=deadline), wait_for_workers=False)

@@ -40,9 +40,8 @@ class RaggedBatch(MutableMapping[str, Any]):
     @classmethod
     def of(cls, data: "Batch") -> Self:
         """Convert a batch from NeMo RL's layout: `input_ids` [B, S] and `input_lengths` [B]. Any other tensor is
-        per-token if its second dimension is S. Tensors are moved to the CPU. A RaggedBatch is returned unchanged.
-
-        Raise ValueError if the shapes and lengths do not fit together."""
+        per-token if its second dimension is S. Tensors are moved to the CPU. Raise ValueError if the shapes and lengths
+        do not fit together."""
         if isinstance(data, RaggedBatch):
             return data
         ids, lengths = data[TOKENS], torch.as_tensor(data[LENGTHS]).to("cpu", torch.int64)
@@ -106,8 +105,8 @@ class RaggedBatch(MutableMapping[str, Any]):
         return of_tokens.split(self.lengths.tolist())
 
     def of_samples(self, value: object, rows: list[int]) -> object:
-        """Return the entries of the samples with the indices `rows`, if `value` is a tensor [B, ...] or a list with one
-        item per sample. Return a value for the whole batch unchanged."""
+        """Return the entries of the samples `rows` of a tensor [B, ...] or a list; a value for the whole batch
+        unchanged."""
         if isinstance(value, Tensor) and value.dim() and len(value) == self.size:
             return value[torch.tensor(rows, dtype=torch.int64)]
         if isinstance(value, list) and len(value) == self.size:
@@ -143,7 +142,7 @@ class RaggedBatch(MutableMapping[str, Any]):
         )
 
     def places(self, samples: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Return (indices int64 [b, width], mask bool [b, width]) of the samples `samples` [b], padded to `width`: each
+        """Return (indices int64 [b, width], mask bool [b, width]) of the samples [b], padded to `width`: each
         position's index among the T tokens (0 in the padding), and whether the position holds a token."""
         column = torch.arange(width)[None]
         inside = column < self.lengths[samples][:, None]
@@ -211,11 +210,8 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     ) -> Self:
         """Concatenate the rows of batches; the result's keys are sorted.
 
-        Lists and 1-D tensors are concatenated. Tensors with more dimensions are first padded on the right of dimension
-        1 to the longest, with `pad_value_dict[key]` (default 0). Batches without keys are skipped. A key may be missing
-        from a batch without rows.
-
-        Raise KeyError if a key is missing from a batch with rows."""
+        Tensors with more than one dimension are first padded on the right of dimension 1 to the longest, with
+        `pad_value_dict[key]` (default 0). Raise KeyError if a key is missing from a batch with rows."""
         pad_values = pad_value_dict or {}
         filled = [batch for batch in batches if len(batch) > 0]
         joined = cls()
@@ -230,7 +226,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return joined
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Repeat each row `num_repeats` times, with its copies adjacent. Items of lists are deep-copied."""
+        """Repeat each row, with its copies adjacent. Items of lists are deep-copied."""
         repeated = {
             key: value.repeat_interleave(num_repeats, dim=0)
             if torch.is_tensor(value)
@@ -250,9 +246,8 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return type(self)(selected)
 
     def slice(self, start: int, end: int) -> Self:
-        """Return the rows [start, end). Tensors share storage with this batch.
-
-        Raise ValueError if `end` exceeds a tensor's rows."""
+        """Return the rows [start, end), whose tensors share storage. Raise ValueError if `end` exceeds a tensor's
+        rows."""
         for key, value in self.data.items():
             if torch.is_tensor(value) and end > len(value):
                 raise ValueError(f"rows [{start}, {end}) were asked of '{key}', which has {len(value)} rows")

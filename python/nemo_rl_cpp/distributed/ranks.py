@@ -124,7 +124,7 @@ class Ranks:
         """Return the sample indices of each of this rank's gradient blocks. Gradient blocks are the `count` parts
         (None: one per rank) into which the global batch, the samples [begin, end), is divided. Neither the blocks nor
         the order in which their gradients are summed (csrc/distributed/gradient_sums.h) depends on the number of ranks.
-        With `in_turns` blocks are assigned to ranks round-robin; otherwise each rank gets consecutive blocks.
+        With `in_turns` they are assigned round-robin; otherwise each rank gets consecutive ones.
 
         A sample is trained where it was generated (`generated_by`), because its activations may be kept there, unless
         the lengths of the responses make that too uneven."""
@@ -136,9 +136,8 @@ class Ranks:
         return _blocks_of(dealt, self.rank, self.size, in_turns)
 
     def even_block(self, data: RaggedBatch, begin: int, end: int, idle: Tensor) -> tuple[list[int], list[Move]]:
-        """Return (indices of the samples that this rank trains, the `Move`s of all ranks). Each rank starts with one
-        gradient block, the samples that it generated. Moves then balance the samples with a backward pass (not `idle`,
-        bool [B]). A moved sample is not trained on the rank that generated it."""
+        """Return (the samples that this rank trains, the `Move`s of all ranks). Each rank starts with the samples that
+        it generated. Moves then balance the samples with a backward pass (not `idle`, bool [B])."""
         dealt = deal(data, begin, end, self.size, prompt_lengths(data))
         moves = even_moves([_units(data, rows, idle.tolist()) for rows in dealt])
         blocks = [set(rows) for rows in dealt]
@@ -148,8 +147,7 @@ class Ranks:
         return sorted(blocks[self.rank]), moves
 
     def whole(self, of_tokens: Tensor) -> Tensor:
-        """Return on every rank the sum of `of_tokens` [T] over all ranks. Each rank passes 0 for the samples of other
-        ranks, so the sum has the values of all samples."""
+        """Return the sum of `of_tokens` [T] over all ranks. Each rank passes 0 for the samples of other ranks."""
         if self.communicator is None:
             return of_tokens
         parts = of_tokens.new_empty(self.size, *of_tokens.shape)
@@ -171,8 +169,8 @@ class Ranks:
             raise OtherRankFailedError(f"rank {world.rank} stopped: {failed:.0f} of {world.size} ranks failed")
 
     def gather_shards(self, shard: Tensor, bounds: tuple[int, int], total: int, name: str) -> Tensor | None:
-        """Gather a tensor of `total` elements, of which each rank holds the part `shard`, from `bounds[0]` to
-        `bounds[1]`. Return the tensor on rank 0, and None on other ranks. `name` is for messages."""
+        """Gather a tensor of `total` elements, of which each rank holds the part from `bounds[0]` to `bounds[1]`.
+        Return it on rank 0, and None on other ranks."""
         if self.communicator is None:
             return shard
         phase, every = f"gathering {name}", torch.empty(self.size, 2, dtype=torch.int64)
@@ -200,12 +198,12 @@ def _sum(ranks: Communicator | None, value: float) -> float:
 def deal(
     data: RaggedBatch, begin: int, end: int, parts: int, weights: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Divide the samples [begin, end) into `parts` parts with about equal numbers of tokens, or about equal sums of
-    `weights` [B]. Return each part's sample indices in ascending order.
+    """Divide the samples [begin, end) into parts with about equal numbers of tokens, or sums of `weights` [B]. Return
+    each part's sample indices in ascending order.
 
-    Consecutive samples with the same `group_id` (without it, `draw_ids`) form a group. A group stays together, so that
-    its samples share their prompt, unless there are fewer groups than parts. The group with the most tokens is assigned
-    first, each group to the part with the fewest tokens so far; among equals, to the first part."""
+    Consecutive samples with the same `group_id` (without it, `draw_ids`) stay together, so that they share their
+    prompt, unless there are fewer groups than parts. The group with the most tokens is assigned first, each to the part
+    with the fewest tokens so far; among equals, to the first part."""
     if parts == 1:
         return [list(range(begin, end))]
     lengths = data.lengths.tolist() if weights is None else weights
@@ -251,14 +249,12 @@ class Move(NamedTuple):
 
 
 def even_moves(units: Sequence[Sequence[tuple[list[int], int]]]) -> list[Move]:
-    """Return moves of samples between ranks that reduce the cost of the busiest rank.
-
-    Args:
-        units: for each rank, pairs of (samples that must stay together, their cost).
+    """Return moves of samples between ranks that reduce the cost of the busiest rank. `units` are for each rank pairs
+    (samples that must stay together, their cost).
 
     Each move takes the samples of one pair from the busiest to the least busy rank: the pair that makes the larger of
     the two ranks' new costs as small as possible. No move is made whose gain is below LEAST_GAIN, a share of the
-    busiest rank's cost. The result depends only on the arguments, so every rank computes the same moves."""
+    busiest rank's cost. Every rank computes the same moves."""
     left = [list(own) for own in units]
     load = [sum(cost for _, cost in own) for own in left]
     found: list[Move] = []
@@ -274,8 +270,7 @@ def even_moves(units: Sequence[Sequence[tuple[list[int], int]]]) -> list[Move]:
 
 
 def prompt_lengths(data: RaggedBatch) -> list[int]:
-    """Return, for each of the B samples, the number of tokens before its first trained token (`token_mask`), or of all
-    its tokens if none is trained."""
+    """Return the number of tokens before each sample's first trained token, or of all tokens if none is trained."""
     mask = data.tokens.get("token_mask")
     if mask is None:
         return data.lengths.tolist()

@@ -48,8 +48,7 @@ _held = {"holders": 0, "ours": False}
 
 def ray_module() -> ModuleType:
     """Import and return Ray. Under `uv run`, Ray would run each worker with `uv run` in a copy of the project; a
-    variable set here makes the workers share this environment. Raise ImportError with the install command if Ray is
-    missing."""
+    variable set here prevents that. Raise ImportError with the install command if Ray is missing."""
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # read when ray is imported
     try:
         import ray
@@ -67,9 +66,8 @@ def ray_in_use() -> ModuleType | None:
 
 
 def start_ray(cpus: int) -> bool:
-    """Connect this process to Ray: to the cluster of RAY_ADDRESS if that is set, otherwise to a new cluster on this
-    machine with at least `cpus` CPUs. Do nothing if the process is already connected. Return whether this call started
-    a cluster."""
+    """Connect this process to the cluster of RAY_ADDRESS, otherwise to a new cluster on this machine with at least
+    `cpus` CPUs, unless it is connected. Return whether this call started a cluster."""
     ray = ray_module()
     if ray.is_initialized():
         return False
@@ -83,8 +81,7 @@ def start_ray(cpus: int) -> bool:
 
 
 def hold_ray(cpus: int) -> ModuleType:
-    """Join a Ray cluster with at least `cpus` CPUs or start one, and return the module `ray`. Ray runs until
-    `let_ray_go` has been called as many times as `hold_ray`."""
+    """Join or start a Ray cluster, and return the module `ray`. It runs until `let_ray_go` has been called as often."""
     with _lock:
         started = start_ray(cpus)
         _held["ours"] = started or (_held["ours"] and _held["holders"] > 0)
@@ -108,11 +105,8 @@ def surroundings() -> tuple[str, dict[str, str]]:
 
 
 def enter(folder: str, variables: Mapping[str, str]) -> None:
-    """Apply the working directory and environment variables of the run (`surroundings`) in an actor. Variables that
-    Ray's `runtime_env` sets keep their values.
-
-    If the node lacks the folder, print a warning and keep the current working directory; relative paths then refer to
-    different files."""
+    """Apply the run's `surroundings` in an actor. Variables that Ray's `runtime_env` sets keep their values. If the
+    node lacks the folder, print a warning and stay in the current one."""
     given = ray_module().get_runtime_context().runtime_env.get("env_vars", {})
     os.environ.update({name: value for name, value in variables.items() if name not in given})
     try:
@@ -216,8 +210,8 @@ class RayWorkers(Workers):
         return self._ray.remote(ActorWorker).options(**options).remote()
 
     def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
-        """Start and return a call of `method` of object number `target` in the actor of `rank`. `payload` is the
-        pickled (args, kwargs). The listener is ignored: an actor reports no events before its call ends."""
+        """Start and return a call (see `Workers.call`). The listener is ignored: an actor reports no events before its
+        call ends."""
         what = method.strip("_")
         if not self._actors:
             call = WorkerCall(rank, self._count, what, role=self._role)

@@ -50,10 +50,9 @@ class WorkerObjects:
     def call(
         self, target: int, method: str, payload: bytes, event: str | None = None, tell: Callable | None = None
     ) -> Answer:
-        """Call `method` of object number `target`, and return its value or its error. `payload` is the pickled (args,
-        kwargs). If `method` is an attribute that cannot be called, return the attribute. If `method` is `__create__`,
-        make the object instead: args[0] is a function that builds it from the ranks. If `event` is not None, the method
-        also gets the callback `tell`, as the keyword argument with the name `event`."""
+        """Call `method` of object number `target` with `payload`, the pickled (args, kwargs), and return its value or
+        its error. An attribute that cannot be called is returned. `__create__` makes the object instead: args[0] builds
+        it from the ranks. The method gets the callback `tell` as its argument `event`, if that is not None."""
 
         def make() -> object:
             args, kwargs = pickle.loads(payload)

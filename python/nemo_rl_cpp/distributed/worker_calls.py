@@ -1,6 +1,5 @@
-"""Calls that run concurrently with the caller. `.remote(...)` returns their results, and `get` waits for them. If one
-of several workers that run a call together fails, this module decides which error is raised and which workers are
-stopped."""
+"""Calls that run concurrently with the caller. `get` waits for the results of `.remote(...)`. If one of several workers
+that run a call together fails, this module decides which error is raised and which workers are stopped."""
 
 import pickle
 import sys
@@ -29,8 +28,8 @@ class OtherRankFailedError(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """The outcome of a worker's call: a value, or an error with its traceback as text. If user code raised the error,
-    `told` is the sentence to show the user."""
+    """The outcome of a worker's call: a value, or an error with its traceback as text. `told` is the sentence to show
+    the user for an error of user code."""
 
     value: object = None
     error: BaseException | None = None
@@ -99,8 +98,8 @@ def as_raised(error: BaseException) -> BaseException:
 
 
 def get(result: object, timeout: float | None = None) -> Any:
-    """Wait for the call `result` (a Future or a Ray ObjectRef), or for a list of calls, and return the values. Return
-    any other object unchanged. Raise TimeoutError after `timeout` seconds."""
+    """Wait for a Future, a Ray ObjectRef, or a list of these, and return the values; any other object unchanged. Raise
+    TimeoutError after `timeout` seconds."""
     if isinstance(result, Future):
         return result.result(timeout)
     if isinstance(result, list):
@@ -160,13 +159,13 @@ class Workers(Protocol):
 
     def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
         """Start and return a call of `method` of object number `target` on rank `rank`. `payload` is the pickled (args,
-        kwargs), `listener` the callback for events of the call."""
+        kwargs)."""
 
     def wait(self, calls: Sequence[WorkerCall]) -> list:
         """Wait for `calls`, which the ranks run together, and return their results in the same order.
 
-        If a rank failed, raise its error, with its traceback as a note. If other ranks would wait for the failed rank,
-        or a worker is lost (WorkerLostError), first kill all workers."""
+        If a rank failed, raise its error. If other ranks would wait for it, or a worker is lost (WorkerLostError),
+        first kill all workers."""
 
     def kill(self) -> None:
         """Kill all workers. Further calls do nothing."""
@@ -183,9 +182,8 @@ def _depth(error: BaseException) -> int:
 
 @dataclass
 class Patience:
-    """A time limit for the calls that still run after another call has failed. They have `periods` times
-    `GRACE_SECONDS` to report the cause. Then calls that still wait for the failed rank are abandoned. If a worker is
-    lost, waiting ends at once."""
+    """A time limit for the calls that still run after another one has failed: `periods` times `GRACE_SECONDS` to report
+    the cause. If a worker is lost, waiting ends at once."""
 
     calls: Sequence[Future]
     periods: int = 1
@@ -201,8 +199,8 @@ class Patience:
 
 
 def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
-    """Return the values of `calls` if all have succeeded. If any failed, raise the error closest to the root cause; if
-    a worker is lost or a call has not ended, kill the workers first."""
+    """Return the values of `calls`. If any failed, raise the error closest to the root cause; if a worker is lost or a
+    call has not ended, kill the workers first."""
     if error := min((call.error for call in calls if call.error is not None), key=_depth, default=None):
         if isinstance(error, WorkerLostError) or not all(call.done() for call in calls):
             workers.kill()
@@ -211,10 +209,10 @@ def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
 
 
 def wait_together(*clusters: tuple[Workers, Sequence[WorkerCall]]) -> list[list]:
-    """Wait for calls in which workers of different clusters need each other (an exchange of weights). `clusters` are
-    pairs (the workers of a cluster, their calls). Return a list of results for each cluster.
+    """Wait for calls in which workers of different clusters need each other. `clusters` are pairs (workers, their
+    calls). Return a list of results for each.
 
-    Raise the error closest to the root cause. After the calls of one cluster have failed, the calls of the others have
+    Raise the error closest to the root cause. After the calls of one cluster have failed, those of the others have
     twice the grace period to end; then their workers are killed."""
     waits = [Future() for _ in clusters]
     for wait, (workers, calls) in zip(waits, clusters):

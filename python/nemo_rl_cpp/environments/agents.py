@@ -107,12 +107,11 @@ AgentFunction = Callable[[AgentTask], "Awaitable[float | AgentResult] | float | 
 
 
 class AgentFunctionEnvironment(AgentEnvironment):
-    """An environment whose rollouts are made by the user's function `env.agent.function`. The function is called with
-    an `AgentTask`, calls the policy with a client, and returns the reward or an `AgentResult`.
+    """An environment whose rollouts the user's function `env.agent.function` makes: it gets an `AgentTask`, calls the
+    policy with a client, and returns the reward or an `AgentResult`.
 
     Async functions run concurrently on the run's event loop (`user_code.py`). A plain function blocks its thread, so
-    each call gets a new thread. With `max_concurrency` 1, a plain function instead runs in the thread of user code,
-    where it may set signal handlers."""
+    each call gets a new one, but with `max_concurrency` 1 the thread of user code, where it may set signal handlers."""
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         config = as_model(cfg, AgentEnvConfig, "env.agent")

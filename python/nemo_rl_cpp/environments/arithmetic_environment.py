@@ -53,8 +53,8 @@ class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
 
 
 class ReverseDigitsEnvironment(SingleTurnEnvironment[GroundTruth]):
-    """An environment whose reward is the fraction of characters of `metadata["ground_truth"]` that the stripped
-    response has at the same position. Metric: `exactly_right`, the fraction of responses with reward 1."""
+    """An environment whose reward is the fraction of the ground truth's characters that the stripped response has at
+    the same position. Metric: `exactly_right`, the fraction of responses with reward 1."""
 
     can_be_asked_again = True
 

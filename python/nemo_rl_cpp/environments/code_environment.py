@@ -30,8 +30,8 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
     by the tests that it passes. The constructor raises SandboxUnavailableError if this machine cannot isolate programs.
     Programs run only after generation has ended, because generation would slow them down.
 
-    Metrics: those of `VerifyingEnvironment`, and `num_<reason>`, the number of programs that failed for this reason
-    (see `CodeVerifyWorker`). `answers` holds each program's result, such as `passed` or `wrong_answer`."""
+    Metrics: also `num_<reason>`, the number of programs that failed for this reason (see `CodeVerifyWorker`). `answers`
+    holds each program's result, such as `passed` or `wrong_answer`."""
 
     def __init__(self, cfg: CodeEnvConfig | None = None) -> None:
         cfg = as_model(cfg or {}, CodeEnvConfig, "env.code")

@@ -68,7 +68,7 @@ Runner = Callable[..., Outcome]  # `run_program` with limits already applied: (s
 
 @dataclass(frozen=True)
 class TestResult:
-    """The result of `count` tests, `passed` of which succeeded. `outcome` and `detail` describe the first failure."""
+    """The result of `count` tests, `passed` of which succeeded, with the run and detail of the first failure."""
 
     __test__ = False  # pytest must not collect this class
 
@@ -214,15 +214,13 @@ _NO_PROCESS = re.compile(r"^(?:BlockingIOError: \[Errno 11\]|RuntimeError: can't
 
 
 class CodeVerifyWorker(VerifierBase):
-    """A verifier that runs the tests in `ground_truth` (see `parse_tests`) on a program, which is the whole response.
-
-    The verifier's process never compiles the program, because a few lines can make a compiler use gigabytes. Only the
-    sandbox compiles it.
+    """A verifier that runs the tests in `ground_truth` (see `parse_tests`) on a program, the whole response. Only the
+    sandbox compiles it, because a few lines can make a compiler use gigabytes.
 
     The score is 1 if all tests pass, otherwise 0, or with `reward="fraction"` the fraction of tests that pass. The
     answer is the result, possibly with a detail after a colon: passed, wrong_answer, runtime_error, syntax_error,
-    no_code, time_limit, memory_limit, process_limit, output_limit, forbidden_call, or file_access (an error at a file
-    outside the program's folder)."""
+    no_code, time_limit, memory_limit, process_limit, output_limit, forbidden_call, or file_access (outside the
+    program's folder)."""
 
     caught = ()  # errors in the sandbox raise nothing here, so an exception is a usage error
 

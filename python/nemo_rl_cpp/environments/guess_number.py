@@ -29,9 +29,9 @@ class _Turn(NamedTuple):
 
 
 class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
-    """An environment that gives reward 1 for the correct number within `max_guesses` guesses, otherwise 0. A guess is
-    the first number in the model's last message; a message without one ends the game. Metrics: `solved` and
-    `invalid_guess`, fractions of the games that ended, and `guesses_per_game`."""
+    """An environment that gives reward 1 for the correct number within `max_guesses` guesses. A guess is the first
+    number in a message; a message without one ends the game. Metrics of ended games: `solved`, `invalid_guess`,
+    `guesses_per_game`."""
 
     def __init__(self, cfg: GuessNumberConfig | None = None) -> None:
         cfg = as_model(cfg or {}, GuessNumberConfig, "env.guess_number")

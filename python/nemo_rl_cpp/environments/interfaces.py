@@ -15,8 +15,8 @@ MetadataT = TypeVar("MetadataT")
 
 
 class WeightedParts(dict[str, "Tensor"]):
-    """The unweighted components of a reward, name -> [B], and their weights in the total reward (`weights`). The
-    estimator gdpo needs them unweighted, because it normalizes each component before it applies the weights."""
+    """The unweighted components of a reward, name -> [B], and their weights in the total. The estimator gdpo normalizes
+    each component before it applies the weights."""
 
     def __init__(self, parts: "Mapping[str, Tensor]", weights: Mapping[str, float]) -> None:
         super().__init__(parts)
@@ -46,8 +46,8 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
 
 
 def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
-    """Return `answer`, the result of an environment's `step` for `size` conversations, as an EnvironmentReturn. A plain
-    sequence of the same six fields is also accepted. Raise ValueError with the task's name for anything else."""
+    """Return the result of an environment's `step` for `size` conversations as an EnvironmentReturn. A plain sequence
+    of the same six fields is also accepted. Raise ValueError with the task's name for anything else."""
     fields = EnvironmentReturn._fields
     if not isinstance(answer, (tuple, list)) or len(answer) != len(fields):
         given = f"{len(answer)} things" if isinstance(answer, (tuple, list)) else type(answer).__name__

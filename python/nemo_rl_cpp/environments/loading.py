@@ -33,8 +33,7 @@ def environment_target(name: str) -> str:
 
 
 def environment_class(name: str) -> type[EnvironmentInterface]:
-    """Return the environment class with a registered or dotted name. Raise LoadingError if it does not have the
-    interface of environments: `remote` and every method that `EnvironmentInterface` requires."""
+    """Return the environment class with a registered or dotted name. Raise LoadingError if it lacks a method."""
     found = import_object(environment_target(name), "environment")
     if not callable(getattr(found, "remote", None)):
         kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
@@ -71,9 +70,9 @@ def register_env(env_name: str, actor_class_fqn: str, section: type[Section] | N
 def create_env(
     env_name: str, env_config: Mapping[str, object] | None = None, actors: ActorSettings | None = None
 ) -> EnvironmentInterface:
-    """Make the environment with a registered or dotted name from its section `env.<env_name>`, and return a handle to
-    it (see `EnvironmentInterface.remote`). With `actors` it runs in a Ray actor, and Ray is started if needed. Raise
-    ValueError for an unknown name, or for a class without the interface of environments."""
+    """Make an environment from its section `env.<env_name>`, and return a handle to it (see
+    `EnvironmentInterface.remote`). With `actors` it runs in a Ray actor, and Ray is started if needed. Raise ValueError
+    for an unknown name, or for a class without the interface of environments."""
     environment = environment_class(env_name)
     try:
         settings = dict(env_config or {})
@@ -96,8 +95,8 @@ class Environments:
     owned: bool = True  # whether `close` ends them; environments passed in by a caller stay alive
 
     def close(self, patience: float | None = None) -> None:
-        """End the processes of every environment; later calls do nothing. Abandon an environment that does not answer
-        for `patience` seconds; with None, wait without limit."""
+        """End the processes of every environment; later calls do nothing. An environment that does not answer for
+        `patience` seconds is abandoned; None: wait without limit."""
         if not self.owned:
             return
         self.owned = False

@@ -31,8 +31,8 @@ _VERIFIERS: dict[str, type] = {
 
 
 class MathEnvironment(VerifyingEnvironment[GroundTruth]):
-    """An environment that compares the text of the model's messages, joined, with `metadata["ground_truth"]`. It gives
-    reward 1 if they match, otherwise 0, and ends the conversation."""
+    """An environment that gives reward 1 if the joined text of the model's messages matches the ground truth, otherwise
+    0."""
 
     scores_rows_alone = True
 
@@ -46,9 +46,8 @@ class MathEnvironment(VerifyingEnvironment[GroundTruth]):
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[GroundTruth], return_extracted_answer: bool = False
     ) -> EnvironmentReturn[GroundTruth]:  # fmt: skip
-        """Score the responses and end the conversations. Observations are "Environment: correct" or "Environment:
-        incorrect". The result's `answers` holds the answer that the verifier extracted from each response; it is None
-        unless `return_extracted_answer`."""
+        """Score the responses and end the conversations. `answers` holds the extracted answers if
+        `return_extracted_answer`."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         truths = [truth_text(info["ground_truth"]) for info in metadata]
         verdicts = self._verify(responses, truths, **self._verify_kwargs)
@@ -62,15 +61,14 @@ _FORMAT = re.compile(r"\A<think>.*?</think>\n<answer>.*?</answer>\Z", re.DOTALL)
 
 
 class MathMultiRewardEnvironment(SingleTurnEnvironment[GroundTruth]):
-    """An environment for responses of the form `<think>...</think>`, a newline, `<answer>...</answer>`. It gives
-    three reward components, each 1 or 0:
+    """An environment for responses of the form `<think>...</think>`, a newline, `<answer>...</answer>`. It gives three
+    reward components, each 1 or 0:
 
-    - `reward/correctness`: the text between the answer tags equals the ground truth exactly.
-    - `reward/integer`: the text between the answer tags consists only of digits.
-    - `reward/format`: the whole response has this form, with exactly one pair of answer tags.
+    - `reward/correctness`: the text between the answer tags equals the ground truth exactly. - `reward/integer`: the
+    text between the answer tags consists only of digits. - `reward/format`: the whole response has this form, with
+    exactly one pair of answer tags.
 
-    The answer follows the last `<answer>`. A response without tags is treated as the answer. `total_reward` of a rollout
-    is the sum of the components."""
+    The answer follows the last `<answer>`; a response without tags is the answer."""
 
     scores_rows_alone = can_be_asked_again = True
 

@@ -33,12 +33,11 @@ _SAMPLING = ("temperature", "top_p", "top_k")  # the policy's server samples as 
 
 
 class NemoGymEnvironment(AgentEnvironment):
-    """An environment that sends each row of the data set to the NeMo Gym agent that the row names. The reward is the
-    one that the agent's resource server returns, or its `reward_components`.
+    """An environment that sends each row to the NeMo Gym agent that the row names. The reward is the one that the
+    agent's resource server returns, or its `reward_components`.
 
     A rollout that the server flags with `mask_sample` counts in its group's baseline, but is not trained on, unless
-    `env.should_mask_flagged_samples` is false. Metrics: each number in the server's result as AGENT/NAME, and
-    `agent_errors` and `agent_timeouts`."""
+    `env.should_mask_flagged_samples` is false. Metrics: each number in the server's result as AGENT/NAME."""
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self._config = as_model(cfg, NemoGymEnvConfig, "env.nemo_gym")
@@ -154,7 +153,7 @@ class _Servers:
         return f"NeMo Gym has ended (log: {self._log}): {' | '.join(last_lines(self._log)) or 'it printed nothing'}"
 
     def end(self) -> None:
-        """End NeMo Gym by closing its standard input, upon which it ends its servers. After 60 seconds it is killed."""
+        """Close NeMo Gym's standard input, upon which it ends its servers. After 60 seconds it is killed."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
@@ -165,7 +164,7 @@ class _Servers:
 
 
 def gym_config(config: NemoGymEnvConfig, address: ServerAddress) -> dict[str, object]:
-    """Return NeMo Gym's configuration: the keys of `env.nemo_gym` that belong to NeMo Gym, and the policy's address."""
+    """Return NeMo Gym's configuration: its keys of `env.nemo_gym`, and the policy's address."""
     own = copy.deepcopy(config.model_extra or {})
     policy = own.setdefault("policy_model", {})
     # the policy's server keeps the token ids, so NeMo Gym need not ask for them

@@ -18,9 +18,9 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def extract_answer(text: str, answer_format: str = "auto", several_lines: bool = False) -> str:
-    """Return the answer in a response. `answer_format` "tag" selects the text in the last `<answer>...</answer>`, "" if
-    there is none. "line" selects the first nonempty line. "auto" selects as "tag" if the response has these tags,
-    otherwise as "line", or with `several_lines` everything up to the next question of a few-shot prompt."""
+    """Return the answer in a response: the text in the last `<answer>...</answer>` ("tag", "" without one), or the
+    first nonempty line ("line"). "auto" selects "tag" if there are tags, otherwise "line", or with `several_lines`
+    everything up to the next question of a few-shot prompt."""
     tagged = _TAGGED.findall(text) if answer_format in ("auto", "tag") else []
     if tagged:
         return tagged[-1].strip()
@@ -39,10 +39,7 @@ class ReasoningGymMetadata(TypedDict):
 
 
 class ReasoningGymEnvironment(VerifyingEnvironment[ReasoningGymMetadata]):
-    """An environment whose reward is reasoning_gym's score of the answer, in [0, 1].
-
-    `metadata["reasoning_gym_entry"]` is the entry of the task's data set ({"question", "answer", "metadata"}).
-    `metadata["reasoning_gym_task"]` is the task's name, by default the entry's `source_dataset`."""
+    """An environment whose reward is reasoning_gym's score of the answer, in [0, 1]."""
 
     scores_rows_alone = True
 

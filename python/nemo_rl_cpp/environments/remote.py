@@ -124,8 +124,8 @@ class RayEnvironment:
         return RemoteMethod(call, partial(get, timeout=self.deadline))
 
     def close(self, patience: float | None = None) -> None:
-        """End the environment's processes and its actor, and Ray if nothing else uses it. Wait at most `patience`
-        seconds for the processes (None: 10 seconds). Further calls do nothing."""
+        """End the environment and its actor, and Ray if nothing else uses it. Wait at most `patience` seconds (None:
+        10) for the environment's processes. Further calls do nothing."""
         if not self._held:
             return
         self._held = False
@@ -143,8 +143,8 @@ def ray_environment(
     cls: type, args: tuple, kwargs: Mapping[str, object], settings: ActorSettings | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> RayEnvironment:  # fmt: skip
-    """Make an environment of class `cls` in an actor with Ray's `options`, and return a handle. Errors of the
-    constructor are raised here, and TimeoutError if the actor does not start."""
+    """Make an environment in an actor with Ray's `options`, and return a handle. Raise the errors of its constructor,
+    and TimeoutError if the actor does not start."""
     settings = ActorSettings.of(ClusterConfig()) if settings is None else settings
     ray = hold_ray(settings.cpus)
     actor = None
@@ -266,9 +266,8 @@ def call_remote(handle: object, method: str, *args: object, **kwargs: object) ->
 
 
 def answer_of(handle: object, result: object, name: str) -> Any:
-    """Wait for `result`, which `call_remote` returned for `handle`. Return its value or raise its exception. Raise
-    EnvironmentLostError, with `name`, if an actor is lost or misses its deadline (`cluster.communication_timeout_s`).
-    Calls in this process have no deadline."""
+    """Wait for a result of `call_remote`. Raise EnvironmentLostError, with `name`, if an actor is lost or misses its
+    deadline (`cluster.communication_timeout_s`). Calls in this process have no deadline."""
     ray = ray_in_use()
     if ray is None or not isinstance(result, ray.ObjectRef):
         return get(result)
@@ -289,8 +288,8 @@ def answer_of(handle: object, result: object, name: str) -> Any:
 
 
 def shut_down(handle: object, patience: float | None = None) -> None:
-    """End an environment's processes and its actor. Raise TimeoutError if it does not answer for `patience` seconds.
-    With None, wait without limit for an environment in this process, and 10 seconds for an actor."""
+    """End an environment. Raise TimeoutError if it does not answer for `patience` seconds; None: wait without limit for
+    one in this process, and 10 seconds for an actor."""
     if isinstance(handle, RayEnvironment):
         handle.close(patience)
         return

@@ -1,5 +1,5 @@
-"""The data sets of a run and the environments that score them, made from the sections `data` and `env`. The inspection
-of prompts and ground truths before a run, which `nemo-rl-cpp check` also does, does not import torch."""
+"""The data sets of a run and the environments that score them. The inspection of rows, which `nemo-rl-cpp check` also
+does, does not import torch."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ _MOST_CHARACTERS = 2_000_000
 @dataclass(frozen=True)
 class Limits:
     """The limits on a prompt's number of tokens; None: no limit. A prompt of `cut` (data.max_input_seq_length) or more
-    tokens is truncated. A prompt of `context` (the maximum sequence length) or more leaves no room for a response.
-    `context_key` is the configuration key that sets `context`, for messages."""
+    tokens is truncated. A prompt of `context` or more, set by the key `context_key`, leaves no room for a response."""
 
     cut: int | None = None
     context: int | None = None
@@ -46,10 +45,9 @@ def inspect_rows(
     raw: RawDataset, rows: Indexed[Row], tokenizer: TokenizerType, limits: Limits, where: str,
     environment: tuple[str | None, Mapping[str, object] | None] = (None, None),
 ) -> Iterator[Finding]:  # fmt: skip
-    """Yield the problems of one data set, such as prompts that reach one of the `limits`, and ground truths that do not
-    fit the environment. `rows` are the rows of `raw`; `where` names the data set in messages; `environment` is (its
-    name, its section). At most 1,000 evenly spaced rows are inspected. Rows of custom processors are skipped, because
-    these may have side effects."""
+    """Yield the problems of a data set, such as prompts that reach one of the `limits`, and ground truths that do not
+    fit the environment (its name, its section). `where` names the data set. At most 1,000 evenly spaced rows are
+    inspected, and none of custom processors, which may have side effects."""
     make = PROMPT_MAKERS.get(raw.processor)
     if make is None or not len(rows):
         return
@@ -197,7 +195,7 @@ def _read_by_math_verify(text: str) -> str | None:
 
 
 def say(findings: Iterable[Finding]) -> None:
-    """Print each warning in `findings` to stderr, once per process, and raise ValueError for the first error."""
+    """Print each warning to stderr, once per process, and raise ValueError for the first error."""
     for finding in findings:
         if finding.level == "error":
             raise ValueError(str(finding))
@@ -277,8 +275,8 @@ def load_response_data(
     max_total_sequence_length: int | None = None, actors: ActorSettings | None = None,
 ) -> RunData:  # fmt: skip
     """Load the data sets of a run. With `env_configs` (the section `env`), also make their environments, with `actors`
-    in Ray actors. Warn of prompts that will be truncated or reach `max_total_sequence_length`, and of ground truths
-    that no response can match. Raise ValueError if one of these affects all rows of a section."""
+    in Ray actors. Warn of prompts that will be truncated, and of ground truths that no response can match. Raise
+    ValueError if one of these affects all rows of a section."""
     config = as_written(data_config)
     sides = _filled_sections(config, env_configs)
     max_length = as_model(config, DataConfig, "data").max_input_seq_length

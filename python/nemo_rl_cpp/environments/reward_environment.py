@@ -18,7 +18,7 @@ from nemo_rl_cpp.user_code import call_user
 
 
 def function_name(function: Callable[..., object]) -> str:
-    """Return a function's name, also inside a functools.partial. For any other object return its class's name."""
+    """Return the name of a function, also inside a functools.partial, or of another object's class."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", None) or type(function).__name__)
@@ -41,8 +41,7 @@ def distinct_names(functions: Sequence[Callable[..., object]]) -> list[str]:
 
 
 def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
-    """Return `returned`, the result of the reward function `name`, as a list with a finite number or None for each of
-    `rows` completions. Raise ValueError if it is anything else."""
+    """Return a reward function's result as a finite number or None per completion. Raise ValueError otherwise."""
     wanted = f"reward function {name} must return one number a completion, a list of {rows}"
     if getattr(returned, "ndim", 1) > 1:
         raise ValueError(f"{wanted}, but returned a {type(returned).__name__} of shape {tuple(returned.shape)}")
@@ -86,22 +85,20 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
 
     A function is called with keyword arguments: `prompts` and `completions` (lists of B strings), and every column of
     the samples' `extra_env_info` as a list, such as `ground_truth`. It returns B numbers. A function without `**kwargs`
-    gets only the columns for which it has a parameter. A function that returns None for a sample does not count for
-    that sample. An async function is awaited.
+    gets only the columns for which it has a parameter. None for a sample means that the function does not count for it.
+    An async function is awaited.
 
     Args:
         reward_funcs: a function, several, their dotted names, or the environment's section of a configuration:
             {"functions": [dotted names], "weights": [numbers], "names": [names]}.
         weights: one factor per function; 1 by default.
         as_parts: make each function's reward a component `reward/<function name>`, for `adv_estimator.name: gdpo`. None
-            becomes 0. The components are unweighted and the weights apply to their total, because gdpo normalizes
-            components before it applies weights.
+            becomes 0. The components are unweighted and the weights apply to their total.
         names: the names of the functions in logs; by default their Python names.
 
-    A call raises ValueError if a function returns anything but one finite number (or None) per completion, or requires
-    a column that the samples do not have. An exception in a function is raised to the caller, with a message that names
-    the function and the line. If there are several functions, the metric `rewards/<function name>` is each function's
-    mean; repeated names are numbered.
+    A call raises ValueError for a wrong result, or if a function requires a column that the samples do not have. An
+    exception in a function is raised with a message that names the function and the line. Of several functions, the
+    metric `rewards/<function name>` is each one's mean.
 
     Attributes:
         weight_of_name: the weight of each function, by the function's name."""

@@ -61,10 +61,10 @@ class SingleTurnEnvironment(EnvironmentInterface[MetadataT]):
 class VerifyingEnvironment(SingleTurnEnvironment[MetadataT]):
     """The base class of environments that score responses with a `VerifierPool`, and count the pool's failures.
 
-    Metrics: `verifier_timeouts` is the number of responses that got score 0 because the verifier failed on them: it
+    Metrics: `verifier_timeouts`, the number of responses that got score 0 because the verifier failed on them: it
     missed its deadline (or ended: `verifier_crashes`), or the response was longer than `max_answer_chars`
-    (`verifier_oversized`). `verifier_unmatchable_truths` is the number of responses that got score 0 because no
-    response could match their ground truth. All but the first are logged only if they are not 0."""
+    (`verifier_oversized`); and `verifier_unmatchable_truths`, those that got score 0 because of their ground truth. All
+    but the first are logged only if they are not 0."""
 
     can_be_asked_again = True
 

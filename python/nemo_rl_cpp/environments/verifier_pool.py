@@ -32,8 +32,8 @@ _SLICE = 0.5  # seconds per wait, between which Python raises the exception of a
 
 
 class WorkerProcess:
-    """A worker process that runs `verifier_process`, with the connection to it. It is started by exec in a new session,
-    so it shares no thread, lock or file with this process, and is killed together with all its children."""
+    """A worker process that runs `verifier_process`. It is started by exec in a new session, so it shares no thread,
+    lock or file with this process, and is killed together with all its children."""
 
     def __init__(self, target: str, options: Mapping[str, object]) -> None:
         self._errors = tempfile.TemporaryFile()
@@ -51,7 +51,7 @@ class WorkerProcess:
 
     def ask(self, request: Request, seconds: float) -> Reply:
         """Return the reply to a request. Raise TimeoutError after `seconds`, EOFError if the process has ended, and
-        RuntimeError, with the process's error output, if it could not start."""
+        RuntimeError, with its error output, if it could not start."""
         if not self._ready:
             self._wait_until_ready()
         try:
@@ -102,9 +102,9 @@ class Verdicts:
 
 
 class VerifierPool:
-    """A pool of worker processes that score responses with a verifier class. They start in the background; the first
-    call waits for them. A worker that misses its deadline or ends is replaced. All are killed by `shutdown`, at the end
-    of the program, and when the pool is garbage-collected."""
+    """A pool of worker processes that score responses with a verifier class. They start in the background. A worker
+    that misses its deadline or ends is replaced. All are killed by `shutdown`, at the program's end, and with the
+    pool."""
 
     def __init__(self, verifier: type, cfg: VerifierPoolConfig, warm_up: Mapping[str, object] | None = None) -> None:
         """Start `cfg.num_workers` processes, at most as many as cores (or two), each of which calls
@@ -124,9 +124,8 @@ class VerifierPool:
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
 
     def verify(self, responses: list[str], ground_truths: Sequence[object], **kwargs: object) -> Verdicts:
-        """Score every response against its ground truth, and return `Verdicts`: a score and an extracted answer per
-        response, and numbers of failures. `kwargs` are passed to the verifier. Raise RuntimeError after `shutdown`, or
-        if workers cannot start, and ValueError if the verifier reports a usage error."""
+        """Score every response against its ground truth. `kwargs` are passed to the verifier. Raise RuntimeError after
+        `shutdown`, or if workers cannot start, and ValueError if the verifier is used incorrectly."""
         verdicts = Verdicts([0.0] * len(responses), [None] * len(responses))
         waiting: deque[int] = deque()
         for i, (response, truth) in enumerate(zip(responses, ground_truths)):

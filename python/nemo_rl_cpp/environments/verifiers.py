@@ -102,8 +102,8 @@ class HFVerifyWorker(VerifierBase):
     r"""A verifier for mathematics. `math_verify_impl` is "hf_math_verify" or "dapo_math_verify" (the function `judge`).
 
     hf_math_verify is the package math-verify. The ground truth, wrapped in `\boxed{}`, is parsed as LaTeX, the response
-    as LaTeX or as a plain expression. The response is correct if the values are equal. Several boxes in the response
-    are compared as a set. math-verify's time limits need the main thread; on other threads use MathEnvironment."""
+    as LaTeX or as a plain expression; several boxes are compared as a set. math-verify's time limits need the main
+    thread; on other threads use MathEnvironment."""
 
     _metric: Callable[..., tuple[float, tuple[list[str], list[str]] | None]] | None = None
 
@@ -149,9 +149,8 @@ class HFVerifyWorker(VerifierBase):
 
     @staticmethod
     def shortcut(response: str, ground_truth: str, math_verify_impl: str = "hf_math_verify") -> Verdict | None:
-        r"""Return the verdict (score, answer) without asking a worker if the ground truth is an integer and the only
-        LaTeX of the response is one `\boxed{integer}`, because the verdict is then certain. Otherwise, and if
-        `math_verify_impl`, the name of the verifier, is not "hf_math_verify", return None."""
+        r"""Return the verdict without a worker if it is certain: the ground truth is an integer, and the only LaTeX of
+        the response is one `\boxed{integer}`. Otherwise return None."""
         if math_verify_impl != "hf_math_verify" or not _PLAIN_INTEGER.fullmatch(ground_truth):
             return None
         if len(response) > 100_000 or response.count("\\") != 1 or response.count("{") != 1 or response.count("}") != 1:

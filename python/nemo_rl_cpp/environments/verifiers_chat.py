@@ -34,8 +34,8 @@ class ChatHarnessConfig(vf.HarnessConfig):
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):
-    """A harness (an agent, in the words of the package `verifiers`) that calls the policy, and the tools that its
-    responses call, until a response calls no tool. `verifiers` calls it for each user message."""
+    """A harness (an agent, in verifiers' words) that calls the policy, and the tools that its responses call, until a
+    response calls no tool. `verifiers` calls it for each user message."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = SUPPORTS_MCP = SUPPORTS_TOOL_INTERCEPTION = True
     EXECUTES_CODE = NEEDS_CONTAINER = False

@@ -28,9 +28,8 @@ _NO_KEY = "NEMO_RL_CPP_NO_KEY"  # this variable is not set, because a header con
 
 
 class VerifiersEnvironment(AgentEnvironment):
-    """An environment that runs one episode of verifiers per rollout, as `env.verifiers` configures it. The reward is
-    the one in the episode's trace: the weighted sum of the task's rewards. Metrics: the task's rewards and metrics by
-    name, and `agent_errors` and `agent_timeouts`."""
+    """An environment that runs one episode of verifiers per rollout. The reward is that of the episode's trace, the
+    weighted sum of the task's rewards. Metrics: the task's rewards and metrics by name."""
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         check_verifiers("env.verifiers")

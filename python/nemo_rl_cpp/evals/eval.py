@@ -146,8 +146,8 @@ def run_env_eval(
     """Generate `eval.num_tests_per_prompt` responses per prompt, score them, save and print the result, and return it.
 
     A response is correct if its reward is 1. Sampling is seeded by (eval.seed, the name "eval", prompt index, response
-    index), so the score does not depend on generation.num_prompts_per_step. Any engine may be passed. Raise ValueError
-    for cons@k if the environment extracts no answers."""
+    index), so the score does not depend on generation.num_prompts_per_step. Raise ValueError for cons@k if the
+    environment extracts no answers."""
     result, samples = measure(vllm_generation, dataloader, env, master_config)
     if master_config.eval.save_path is not None:
         save_evaluation_data(samples, master_config, Path(master_config.eval.save_path))
@@ -158,8 +158,7 @@ def run_env_eval(
 def measure(
     generation: BaseEngine, dataloader: Iterable[BatchedDataDict], env: Environment, config: MasterConfig
 ) -> tuple[EvalResult, list[dict[str, object]]]:
-    """Generate and score the responses to all prompts of `dataloader`. Return the evaluation's result and its samples:
-    one dictionary per response, in the order of the prompts."""
+    """Generate and score the responses to all prompts. Return the result and one sample (dictionary) per response."""
     n = config.eval.num_tests_per_prompt
     samples: list[dict[str, object]] = []
     rounds: list[tuple[int, dict[str, float]]] = []
@@ -231,9 +230,8 @@ def _score(active: BatchedDataDict, env: Environment, name: str) -> EnvironmentR
 
 
 def prompt_scores(rewards: list[float], answers: list[str | None], config: MasterConfig) -> list[float]:
-    """Return the configured metric (pass@k or cons@k) of each prompt. `rewards` and `answers` (extracted from the
-    responses) have one entry per response; the responses to a prompt are adjacent. Raise ValueError for cons@k if no
-    response has an answer."""
+    """Return the configured metric (pass@k or cons@k) of each prompt, from one entry per response. Raise ValueError for
+    cons@k if no response has an answer."""
     wanted, n = config.eval, config.eval.num_tests_per_prompt
     votes = wanted.metric == "cons@k"
     if votes and all(answer is None for answer in answers):

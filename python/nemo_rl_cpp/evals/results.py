@@ -101,8 +101,8 @@ class EvalResult:
 
 
 def interval_of_mean(scores: list[float]) -> Interval:
-    """Return the 95 % interval of the mean of `scores`, one for each of n prompts: Wilson's interval if all are 0 or 1,
-    otherwise mean +- 1.96 s / sqrt(n), clipped to [0, 1], with s the standard deviation."""
+    """Return the 95 % interval of the mean of n prompts' scores: Wilson's interval if all are 0 or 1, otherwise mean +-
+    1.96 s / sqrt(n), clipped to [0, 1], with s the standard deviation."""
     if set(scores) <= {0.0, 1.0} or len(scores) < 2:
         return wilson_interval(math.fsum(scores) / len(scores), len(scores))
     low, high = normal_interval(scores)
@@ -200,10 +200,8 @@ def is_evaluation(folder: Path | str) -> bool:
 
 
 def compare_evaluations(folders: Sequence[Path | str]) -> Comparison:
-    """Return a comparison of evaluations on the same prompts: their mean rewards, differing configuration keys, and
-    prompts whose reward changed from the first to the last evaluation.
-
-    Raise ValueError if a folder cannot be read, is given twice, or has different prompts."""
+    """Compare evaluations on the same prompts: mean rewards, differing keys, and prompts whose reward changed from the
+    first to the last. Raise ValueError if a folder cannot be read, is given twice, or has different prompts."""
     names = different_folders(folders)
     configs, prompts = zip(*(_read(Path(folder)) for folder in folders))
     for folder, other in zip(folders, prompts):
@@ -233,8 +231,7 @@ def compare_evaluations(folders: Sequence[Path | str]) -> Comparison:
 
 
 def difference(first: Sequence[Prompt], second: Sequence[Prompt]) -> str:
-    """Return as text how much the mean reward of the second evaluation's prompts differs from the first's, with its 95
-    % interval: mean +- 1.96 s / sqrt(P) over P prompts, with s the standard deviation."""
+    """Return as text how much the mean reward differs, with the 95 % interval over paired prompts."""
     gaps = [b.mean - a.mean for a, b in zip(first, second, strict=True)]
     text = f"mean reward {_mean(first):.4f} -> {_mean(second):.4f}, difference {statistics.fmean(gaps):+.4f}"
     if len(gaps) < 2:

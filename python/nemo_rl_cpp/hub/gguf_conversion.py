@@ -204,8 +204,8 @@ def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Plain]:
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
     """Reorder the rows of a query or key projection [heads * head_dim, inputs], or of its bias, from a RoPE that pairs
-    adjacent rows to one that pairs the two halves of a head. In each head, row 2i becomes row i, and row 2i + 1 becomes
-    row head_dim / 2 + i. Return the reordered weights."""
+    adjacent rows to one that pairs the halves of a head: row 2i becomes row i, row 2i + 1 becomes row head_dim / 2 +
+    i."""
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -334,9 +334,8 @@ def _write_description(reader: GGUFReader, folder: Path) -> dict[str, Plain]:
 
 
 def link_folder(gguf_file: Path, link: Path, table_file: Path) -> None:
-    """Make a model folder for a GGUF file without copying the weights. Write the configuration, the tokenizer, a
-    symbolic link `link` to the file, and `table_file`, which lists where each tensor is in the file. `link` and
-    `table_file` are in the same folder, which must exist and be empty."""
+    """Make a model folder for a GGUF file without copying the weights: the configuration, the tokenizer, a symbolic
+    link to the file, and a table of where each tensor is in it. `link` and `table_file` are in one empty folder."""
     reader = GGUFReader(gguf_file)
     _write_description(reader, link.parent)
     table = {}
@@ -365,8 +364,8 @@ _HF_NAMES = {
 
 
 def write_folder(gguf_file: Path, folder: Path) -> None:
-    """Convert a GGUF file of a Llama model to a Hugging Face folder, weights included. `folder` must exist and be
-    empty. The weights are float32, because bfloat16 cannot represent all values of four-bit blocks."""
+    """Convert a GGUF file of a Llama model to a Hugging Face folder, weights included, in float32, because bfloat16
+    cannot represent all values of four-bit blocks."""
     reader = GGUFReader(gguf_file)
     config = _write_description(reader, folder)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}

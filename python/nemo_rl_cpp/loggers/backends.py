@@ -70,8 +70,7 @@ class TrackerLogger(LoggerInterface):
 
     @abstractmethod
     def restart(self, step: int) -> None:
-        """Start a new tracker run, because the current one has metrics of steps after `step`, which no tracker can
-        remove. The new run records the name of the current one if the tracker can store it."""
+        """Start a new tracker run that records the current one's name: no tracker can remove steps after `step`."""
 
     def accepted(self, name: str) -> str:
         """Return a metric's name as the tracker allows it: cut to length, with forbidden characters as `_`."""
@@ -87,7 +86,7 @@ class TrackerLogger(LoggerInterface):
         self.send(self.numbers(metrics, prefix, step_metric), step)
 
     def numbers(self, metrics: Metrics, prefix: str, step_metric: str | None) -> dict[str, float]:
-        """Return {name in the tracker: value} of the metrics that are numbers. For the arguments see `log_metrics`."""
+        """Return {name in the tracker: value} of the metrics that are numbers."""
         flat = flatten_dict(prefixed(metrics, prefix, step_metric), sep="/", expand_lists=False)
         scalars = {self.accepted(name): scalar_of(value) for name, value in flat.items()}
         return {name: value for name, value in scalars.items() if value is not None and not isinstance(value, str)}
@@ -278,8 +277,8 @@ class MLflowLogger(TrackerLogger):
                 mlflow.log_metrics(row, step=step, run_id=self.run_id)
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        """Log the flattened configuration as parameters. MLflow does not allow a parameter to change: if a run resumes
-        from step N with another value, it logs that value as the parameter `NAME.from_step_N`."""
+        """Log the flattened configuration as parameters, which MLflow does not let change: another value of a run that
+        resumes from step N is the parameter `NAME.from_step_N`."""
         with self._own_server() as mlflow:
             known = {} if self._resumed_step is None else mlflow.get_run(self.run_id).data.params
             if new := self._new_params(params, known):
@@ -317,8 +316,8 @@ def _latest_changes(params: Mapping[str, str]) -> dict[str, tuple[tuple[int, int
 
 
 def check_trackers(cfg: LoggerConfig) -> None:
-    """Raise ValueError if MLflow is enabled and no server answers at its address within three seconds. Folders,
-    databases and servers behind a proxy are not checked. Call this before a model is loaded."""
+    """Raise ValueError if MLflow is enabled and no server answers within three seconds. Folders, databases and servers
+    behind a proxy are not checked."""
     uri = MLflowLogger.options(cfg.mlflow).get("tracking_uri") if cfg.mlflow_enabled else None
     address = urlsplit(uri or "")
     if address.scheme not in ("http", "https") or address.hostname is None:

@@ -1,5 +1,5 @@
 """The log folders exp_NNN of runs, the record of which run owns a folder, and the files metrics.jsonl, system.jsonl and
-hyperparams.json in it. metrics.jsonl can be truncated to a step."""
+hyperparams.json in it."""
 
 import json
 import os
@@ -73,9 +73,9 @@ def get_experiment_dir(base_log_dir: str, recorded: object = None, checkpoint: P
     training_info.json) if that exists and belongs to the run, otherwise a new one. Print a line if another was
     recorded.
 
-    Only the name of the folder is taken from the checkpoint, because a checkpoint may have been copied or moved. The
-    folder belongs to the run if its ledger file has the same run number as the manifest of `checkpoint` (a folder
-    step_N), and if the checkpoint folder recorded in the ledger contains `checkpoint`, or no longer exists."""
+    Only the folder's name is taken from the checkpoint, which may have been copied or moved. The folder belongs to the
+    run if its ledger has the run number of the manifest of `checkpoint`, and if the checkpoint folder in the ledger
+    contains `checkpoint`, or no longer exists."""
     candidate = _recorded(base_log_dir, recorded)
     if candidate is not None and _is_own(candidate, checkpoint):
         return str(candidate)
@@ -128,9 +128,9 @@ HYPERPARAMS = "hyperparams.json"
 class JsonlLogger(LoggerInterface):
     """A backend that writes one line per call to metrics.jsonl: `{"step": 3, "train/loss": 0.1, ...}`, sorted.
 
-    Non-finite values are written as strings. Metrics with a separate x axis (`step_metric`, such as GPU samples by
-    second) are written to system.jsonl. Each line is one write, so a killed process leaves at most an incomplete last
-    line, which readers skip. If the disk is full, lines are kept in memory and written with the next line."""
+    Non-finite values are strings. Metrics with their own x axis (`step_metric`) are written to system.jsonl. Each line
+    is one write, so a killed process leaves at most an incomplete last line, which readers skip. If the disk is full,
+    lines are kept in memory and written with the next line."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir

@@ -10,11 +10,10 @@ Metrics = Mapping[str, object]
 
 
 class LoggerInterface(ABC):
-    """The base class of destinations of metrics: files or a tracker. A run's `Logger` calls only the six methods below.
+    """The base class of destinations of metrics. A run's `Logger` calls only the six methods below.
 
-    Steps count from 1 and never decrease, except after `truncate_after`. If a tracker's backend raises an exception,
-    one warning is shown and the run continues. If a backend that writes the run's files raises one, the run ends,
-    unless the disk is full."""
+    Steps count from 1 and never decrease, except after `truncate_after`. An exception of a tracker gives one warning;
+    one of a backend that writes the run's files ends the run, unless the disk is full."""
 
     @abstractmethod
     def log_metrics(
@@ -53,7 +52,7 @@ def prefixed(metrics: Metrics, prefix: str, step_metric: str | None) -> dict[str
 
 
 def scalar_of(value: object) -> int | float | bool | str | None:
-    """Return a Python scalar for a number, a string, or a one-element array or tensor, and None for everything else."""
+    """Return a number, a string, or the element of a one-element array as a Python scalar; None for everything else."""
     if not isinstance(value, (int, float, bool, str)):
         value = to_plain(value) if hasattr(value, "tolist") else None
         while isinstance(value, list) and len(value) == 1:

@@ -20,11 +20,11 @@ from nemo_rl_cpp.metrics.memory import RayGpuMonitorLogger
 
 
 class Logger(LoggerInterface, AbstractContextManager["Logger"]):
-    """The logger of a run. It sends metrics to metrics.jsonl, TensorBoard events and the enabled trackers.
+    """The logger of a run: metrics.jsonl, TensorBoard events (unless `tensorboard_enabled` is false) and enabled
+    trackers.
 
-    `cfg` is the `logger` section, or a mapping with its keys. TensorBoard is enabled unless `tensorboard_enabled` is
-    false; a tracker is disabled unless its key is true. If a tracker fails, or if the disk is full, one warning is
-    shown and the run continues. Other errors of files end the run."""
+    If a tracker fails, or if the disk is full, one warning is shown and the run continues. Other errors of files end
+    it."""
 
     def __init__(self, cfg: LoggerConfig | Mapping[str, object]) -> None:
         """Create the folder and the backends. Raise ValueError for an unknown key or a missing tracker."""
@@ -72,8 +72,7 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """Log `prefix/name` for every entry of `metrics`, at `step` (counted from 1), with all backends. For
-        `step_metric` and `step_finished` see `LoggerInterface.log_metrics`."""
+        """Log metrics at `step` (counted from 1) with all backends (see `LoggerInterface.log_metrics`)."""
         self._each(lambda logger: logger.log_metrics(metrics, step, prefix, step_metric, step_finished))
 
     def log_hyperparams(self, params: Settings) -> None:
@@ -85,10 +84,10 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
         self._each(lambda logger: logger.log_histogram(histogram, step, name))
 
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, object], filename: str) -> None:
-        """Write (or overwrite) a file in the log folder with one line per sample, which includes its index `idx`.
+        """Write a file in the log folder with one line per sample, which includes its index `idx`.
 
-        Every value is a tensor, array or list with one entry per sample. If the disk is full, warn and write nothing.
-        Raise ValueError if the lengths differ."""
+        Every value has one entry per sample. If the disk is full, warn and write nothing. Raise ValueError if the
+        lengths differ."""
         columns = {key: value if isinstance(value, list) else to_plain(value) for key, value in to_log.items()}
         lengths = {key: len(value) for key, value in columns.items()}
         if len(set(lengths.values())) > 1:
@@ -119,13 +118,13 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
             )
 
     def flush(self) -> None:
-        """Sync the files to disk. Called before a checkpoint is published, so that its logs are on disk, too."""
+        """Sync the files to disk, before a checkpoint is published."""
         self._each(lambda logger: logger.flush())
         self.ledger.sync()
 
     def truncate_after(self, step: int) -> None:
-        """Remove all metrics, events and rollouts after `step`, from which the run resumes. A tracker cannot remove
-        steps: if its run has later ones, a new run of the tracker begins with the metrics up to `step`."""
+        """Remove everything logged after `step`, from which the run resumes. If a tracker's run has later steps, a new
+        one begins with the metrics up to `step`."""
         trackers = [logger for logger in self.loggers if isinstance(logger, TrackerLogger)]
         metrics = self.log_dir / METRICS
         restarts = bool(trackers) and any(row["step"] > step for row in _metric_rows(metrics))

@@ -88,8 +88,7 @@ def run_folder(folder: Path) -> Path:
 
 
 def compare_runs(folders: Sequence[Path | str]) -> Comparison:
-    """Compare the runs in the log folders `folders`: their results, curves and configuration keys. Raise ValueError if
-    a folder has no run or is given twice."""
+    """Compare the results, curves and keys of runs. Raise ValueError if a folder has no run or is given twice."""
     found = [run_folder(Path(folder)) for folder in folders]
     names, configs = different_folders(found), [json_object(folder / HYPERPARAMS) for folder in found]
     histories = [MetricHistory.of_file(folder / METRICS, config) for folder, config in zip(found, configs)]
@@ -109,8 +108,8 @@ def compare_runs(folders: Sequence[Path | str]) -> Comparison:
 
 
 def compare_validations(names: Sequence[str], histories: Sequence[MetricHistory]) -> str:
-    """Return a sentence on which of the first two runs has the better validation at the last step that both validated,
-    or that the difference may be chance. Return "" if there is no such step."""
+    """Return a sentence on which of the first two runs has the better validation at the last common step, or that the
+    difference may be chance; "" without such a step."""
     metric = "validation/accuracy"
     (one, other), (a, b) = names[:2], (history.by_step(metric) for history in histories[:2])
     step = max(a.keys() & b.keys(), default=None)

@@ -251,8 +251,8 @@ def reward_trend(h: MetricHistory) -> Found:
 
 @rule("train/groups/pct_equal")
 def equal_rewards(h: MetricHistory) -> Found:
-    """Report the share of prompt groups whose rewards are all equal, so that their advantages are 0. Say nothing if the
-    advantages do not compare groups: with a critic, a teacher, or an estimator for one response per prompt."""
+    """Report the share of prompt groups whose rewards are all equal, unless the advantages do not compare groups: with
+    a critic, a teacher, or an estimator for one response per prompt."""
     if _loop(h) != "grpo" or h.setting("grpo.adv_estimator.name") == "opd":
         return None
     if h.setting("grpo.num_generations_per_prompt") == 1 and _groups_of_one(h) is None:
@@ -367,8 +367,8 @@ def value_quality(h: MetricHistory) -> Found:
 class Alerts:
     """Warnings for the terminal, which this module's rules find in the metrics of this process's steps.
 
-    The rules are applied from the third step on: at first after every step, later whenever the number of steps has
-    grown by a twentieth, so that long runs spend almost no time on them."""
+    The rules are applied from the third step on, later whenever the number of steps has grown by a twentieth, so that
+    long runs spend almost no time on them."""
 
     def __init__(self, settings: Mapping[str, object] | None = None) -> None:
         """Watch the metrics of a run. `settings` is the run's configuration, a plain mapping (see `MetricHistory`)."""

@@ -42,8 +42,7 @@ class Curve(NamedTuple):
 
 
 class Trend(NamedTuple):
-    """A comparison of the first and the last part of a curve, each `stretch` values long: the mean of each, and their
-    difference in standard errors (`sigmas`)."""
+    """The means of the first and the last `stretch` values of a curve, and their difference in standard errors."""
 
     first: float
     last: float
@@ -52,8 +51,8 @@ class Trend(NamedTuple):
 
 
 class MetricHistory:
-    """All numeric metrics of a run. If a step logs a metric twice, the later value counts. `settings` is the run's
-    configuration as a plain mapping, which the advice of findings may need; empty if unknown."""
+    """All numeric metrics of a run; of two values at a step the later counts. `settings` is the run's configuration,
+    which the advice of findings may need; empty if unknown."""
 
     def __init__(self, rows: Iterable[Mapping[str, object]] = (), settings: Mapping[str, object] | None = None) -> None:
         self.settings = settings or {}

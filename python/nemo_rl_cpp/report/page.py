@@ -51,8 +51,8 @@ def document(
     title: str, header: str, sections: Sequence[PageSection], data: Mapping[str, Plain], status: str = "finished",
     footer: str = "",
 ) -> str:  # fmt: skip
-    """Return the HTML of a page. `header` is HTML, `data` maps ids of elements to the data that the page's scripts
-    read, `status` is the state of the run ("running", "finished", ...), and `footer` is a line of text at the end."""
+    """Return the HTML of a page. `header` is HTML, `data` maps ids of elements to data for the page's scripts, `status`
+    is the state of the run, and `footer` is a line of text."""
     written = int(time.time())
     style = Markup(_asset("page.css"))
     code = Markup("".join(_asset(f"{name}.js") for name in _SCRIPTS))
@@ -112,8 +112,8 @@ _SMALL, _LARGE = 0.005, 0.03
 
 
 def stage_shares(h: MetricHistory) -> dict[str, float]:
-    """Return {top-level stage: its share of the time in and between steps}, largest first. If only the total of a group
-    of stages is logged, the group counts as one stage."""
+    """Return {top-level stage: its share of the time in and between steps}, largest first. A group of stages of which
+    only the total is logged counts as one."""
     seconds: dict[str, float] = {}
     for name in h.names("timing/train/"):
         label = name.removeprefix("timing/train/").removesuffix("/total")
@@ -217,9 +217,7 @@ def render(history: MetricHistory, facts: RunFacts) -> str:
 def render_side_by_side(
     histories: Mapping[str, MetricHistory], tables: Mapping[str, Rows], verdict: Sequence[str]
 ) -> str:
-    """Return the HTML of the report page of several runs. `histories` has the metrics of each run by its name, whose
-    curves share the charts. `tables` has rows with a column per run, by the title of the table. `verdict` holds
-    sentences on which run is better."""
+    """Return the HTML of the page of several runs, with tables of a column per run, and sentences on the better one."""
     title, runs = f"comparison of {len(histories)} runs", list(histories.values())
     panels = panels_of(runs)
     sections = [
@@ -233,8 +231,7 @@ def render_side_by_side(
 
 
 def verdict(history: MetricHistory, facts: RunFacts, found: list[Finding]) -> str:
-    """Return one or two sentences on how the run went: whether the reward rose, the validation, and how many of the
-    findings `found` are problems. Before the first step it is the message in `facts`."""
+    """Return one or two sentences on how the run went. Before the first step it is the message in `facts`."""
     if history.last_step == 0:
         return facts.message or "No step has finished yet."
     rewards, trend = history.values("train/reward"), history.trend("train/reward")
@@ -335,7 +332,7 @@ class ReportWriter:
 
     def update(self, status: str | None = None, message: str | None = None, force: bool = False) -> bool:
         """Set the run's `status` and `message` (None: unchanged). Then write the page if it is due or `force` is set,
-        and return whether it was written. If it cannot be written, print the reason once and let the run continue."""
+        and return whether it was written. If it cannot be written, print the reason once."""
         changed = {name: text for name, text in (("status", status), ("message", message)) if text is not None}
         self._facts = replace(self._facts, **changed)
         now = time.monotonic()

@@ -61,8 +61,8 @@ class Answer:
 
 
 def read_groups(path: Path) -> list[list[Answer]]:
-    """Return the responses in a file, grouped by prompt: rows with the same `group_id`, or, without ids, consecutive
-    rows with the same prompt. Return an empty list for a file larger than 64 MiB."""
+    """Return the responses in a file, grouped by `group_id`, or without ids by consecutive equal prompts; an empty list
+    for a file larger than 64 MiB."""
     if path.stat().st_size > _MOST_BYTES:
         return []
     with open(path, encoding="utf-8") as file:
@@ -84,8 +84,7 @@ class Picked(NamedTuple):
 
 def pick(groups: Sequence[Sequence[Answer]]) -> list[Picked]:
     """Return the prompts with the highest mean reward, the most different rewards, the lowest mean reward, and the
-    longest response: each once, with its responses and the reasons why it is picked. `groups` holds the responses to
-    each prompt. If no reward or length is known, pick the first prompt."""
+    longest response, each once, with the reasons why it is picked. If no reward or length is known, pick the first."""
     tags: dict[int, list[str]] = {}
 
     def add(tag: str, scores: dict[int, float]) -> None:
@@ -112,10 +111,8 @@ class _Page(NamedTuple):
 
 
 class SampleBook:
-    """The picked prompts of all rollout files in a log folder. Each file is read once.
-
-    `token_bytes` returns the bytes of a token id. The bytes of all shown tokens are saved in the folder, so that the
-    page can be rewritten without the tokenizer."""
+    """The picked prompts of all rollout files in a log folder. Each file is read once. `token_bytes` returns the bytes
+    of a token id; those of all shown tokens are saved, so that the page can be rewritten without the tokenizer."""
 
     def __init__(self, log_dir: Path, token_bytes: TokenBytes | None = None) -> None:
         self.log_dir = log_dir
@@ -248,8 +245,8 @@ def _cost(answer: Answer) -> float:
 
 
 def thinned(items: Sequence[Item], fits: Callable[[list[Item]], bool]) -> list[Item]:
-    """Return the last item and every 2^k-th item, with the smallest k for which the chosen ones fit: `fits(chosen)`.
-    The first and the last item are always among them. The choice rarely changes as the list grows."""
+    """Return the last item and every 2^k-th item, with the smallest k for which the chosen ones fit. The choice rarely
+    changes as the list grows."""
     chosen, stride = [*items], 1
     while len(chosen) > 2 and not fits(chosen):
         stride *= 2

@@ -153,11 +153,10 @@ def build_train_batch(
     samples: Rollouts | BatchedDataDict, *, pad_token_id: int, divisible_by: int = 1, overlong_filtering: bool = False,
     is_trained: Callable[[Message], bool] = sampled_by_policy,
 ) -> TrainBatch:  # fmt: skip
-    """Return finished rollouts with rewards as one ragged batch. Its padded views are filled with `pad_token_id`, and
-    their width S is a multiple of `divisible_by`. `is_trained` tells whether the policy is trained on a message.
+    """Return finished rollouts with rewards as one ragged batch, whose padded width S is a multiple of `divisible_by`.
+    `is_trained` tells whether the policy is trained on a message.
 
-    `sample_mask` is the data's `loss_multiplier`. It is 0 for samples that the environment marks with `mask_sample`,
-    and, if `overlong_filtering`, for truncated samples. `group_id`, `weight_version`, `reward_baseline` and reward
+    `sample_mask` is that of the function of this name. `group_id`, `weight_version`, `reward_baseline` and reward
     components are copied if present."""
     logs = samples["message_log"]
     lengths = torch.tensor([*map(tokens_of, logs)])
@@ -187,8 +186,8 @@ def build_train_batch(
 
 
 def sample_mask(samples: BatchedDataDict, overlong_filtering: bool) -> torch.Tensor:
-    """Return float32 [B]: the weight of each sample in the loss. It is the sample's `loss_multiplier`, but 0 if an
-    environment has masked the sample, and with `overlong_filtering` also 0 if the response was truncated."""
+    """Return float32 [B]: each sample's `loss_multiplier`, but 0 if an environment has masked the sample, and with
+    `overlong_filtering` also if the response was truncated."""
     mask = torch.as_tensor(samples["loss_multiplier"]).float().clone()
     if overlong_filtering:
         mask[torch.as_tensor(samples["truncated"], dtype=torch.bool)] = 0.0
@@ -200,8 +199,8 @@ def sample_mask(samples: BatchedDataDict, overlong_filtering: bool) -> torch.Ten
 def add_logprobs(
     policy: PolicyInterface, batch: TrainBatch, loss: ClippedPGLossConfig, loop: LoopConfig, weight_version: int
 ) -> dict[str, float]:
-    """Add `prev_logprobs`, `reference_policy_logprobs` [T] and the other values that `loss_fn` and the training loop's
-    section (such as `grpo`) need. Return the metric `stale_samples`.
+    """Add `prev_logprobs`, `reference_policy_logprobs` [T] and the other values that the loss and the estimator need.
+    Return the metric `stale_samples`.
 
     `prev_logprobs` are added if `Policy.skips_prev_logprobs` is False, if a sample is stale, if
     `seq_logprob_error_threshold` compares them with `generation_logprobs`, or if an estimator reads messages that were

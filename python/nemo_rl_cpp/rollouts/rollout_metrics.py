@@ -83,7 +83,7 @@ COUNTS = frozenset({"agent_errors", "agent_timeouts", "agent_calls", "agent_call
 
 
 def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
-    """Combine the metrics of several rounds of generation; each entry of `rounds` is (number of samples, metrics).
+    """Combine the metrics of several rounds of generation, (number of samples, metrics) each.
 
     Take the maximum of maxima and the minimum of minima; add totals and counts, such as `verifier_timeouts`,
     `agent_errors` and `num_won`. Average `accuracy_of_X` over rounds, weighted by the number of samples with the
@@ -123,8 +123,8 @@ Round = tuple[dict[str, float], list[float], list[int]]
 
 
 def round_metrics(rounds: Sequence[Round]) -> dict[str, float]:
-    """Return the combined metrics of all rounds of generation in a step, including rollouts that dynamic sampling drops
-    later: NeMo RL's rollout metrics, `accuracy` (mean raw reward), and the metrics of the groups' raw rewards."""
+    """Return the combined metrics of all rounds of a step, including rollouts that dynamic sampling drops later: NeMo
+    RL's rollout metrics, `accuracy` (mean raw reward), and the metrics of the groups' raw rewards."""
     combined = combine_rollout_metrics([(len(rewards), metrics) for metrics, rewards, _ in rounds])
     if rounds:
         rewards = [reward for _, own, _ in rounds for reward in own]
@@ -146,8 +146,7 @@ def rewards_by_group(rewards: Iterable[float], group_ids: Iterable[int]) -> list
 
 
 def group_reward_metrics(groups: list[list[float]]) -> dict[str, float]:
-    """Return metrics of the prompt groups that give no gradient because all their rewards are equal. `groups` holds the
-    rewards of each group, from `rewards_by_group`.
+    """Return metrics of the prompt groups that give no gradient because all their rewards are equal.
 
     `groups/num` counts all groups, `zero_std_groups` (NeMo RL's name) the groups of two or more whose rewards are all
     equal. The others are percentages of the groups of two or more, and are omitted if there are none:

@@ -39,7 +39,6 @@ def attach_responses(
     outputs: Answer, batch: DatumBatch, tokenizer: TokenizerType, input_lengths: torch.Tensor
 ) -> list[torch.Tensor]:
     """Append an engine's responses to `batch["message_log"]`, in place, and return the generated ids of each row.
-    `input_lengths` [B] holds the number of prompt tokens of each row.
 
     A message holds `content` (without special tokens), `token_ids`, `generation_logprobs` if the engine returns them,
     and `token_versions` (of the weights that sampled each token) if the weights may change while the engine generates.
@@ -66,8 +65,7 @@ def calculate_rewards(
     Different environments run concurrently.
 
     Environments see only `role` and `content` of the messages, and `extra_env_info`. Rewards are float32 [B], or a
-    dictionary of such tensors if the environments return reward components. `begun` lists (rows, future) of environment
-    calls that are already in flight (`EarlyScoring`).
+    dictionary of such tensors. `begun` lists (rows, future) of calls that are already in flight (`EarlyScoring`).
 
     Raise ValueError for a task without an environment, or if only some environments return components."""
     rows_of: dict[str, list[int]] = {}
@@ -226,7 +224,7 @@ class Conversations:
             self.stats[row].truncated |= truncated
 
     def observe(self, turn: Turn, answer: EnvironmentReturn) -> None:
-        """Add the environments' rewards and observations to the conversations, and determine which of them continue.
+        """Add the environments' rewards and observations, and determine which conversations continue.
 
         An observation is tokenized without a chat template, and truncated where the conversation reaches `max_seq_len`.
         Such a conversation ends and counts as truncated, even if the observation just fits, because no response can
@@ -281,8 +279,7 @@ class Conversations:
 
     def finish(self) -> DatumBatch:
         """Return the batch with `total_reward`, `reward/<component>`, `truncated` and the last `stop_strings`, and with
-        `mask_sample` bool [B] if an environment set it. Conversations that have not ended are counted as having reached
-        the turn limit."""
+        `mask_sample` bool [B] if an environment set it. Active conversations have reached the turn limit."""
         for row in self.active:
             self.stats[row].max_turns_reached = True
         self.batch["extra_env_info"] = self.extra_env_info
@@ -323,12 +320,10 @@ def run_multi_turn_rollout(
     """Continue every conversation of the batch until it ends, or for `max_rollout_turns` turns. Return (batch, metrics
     of the rollouts and the environments).
 
-    Messages are appended to the rows' message logs in place. The returned batch has, in addition to the input's keys,
-    `total_reward` float32 [B], summed over turns, with components under `reward/<name>`, and `truncated` bool [B]:
-    whether a response or an observation was truncated. The engine gets `draw_ids`, `sample_index` and `stream`.
-
-    An environment that scores rows independently starts to score while other rows are still generated, if the engine
-    reports ended rows. Agents of environments with `runs_rollouts` make the rollouts instead."""
+    Messages are appended to the rows' message logs in place. The returned batch also has `total_reward` float32 [B],
+    summed over turns, with components under `reward/<name>`, and `truncated` bool [B]: whether a response or an
+    observation was truncated. The engine gets `draw_ids`, `sample_index` and `stream`. Agents of environments with
+    `runs_rollouts` make the rollouts instead."""
     if are_made_by_agents(input_batch, task_to_env):
         return run_agent_rollouts(policy_generation, input_batch, tokenizer, task_to_env, greedy)
     conversations = Conversations(input_batch.copy(), tokenizer, max_seq_len)
@@ -368,9 +363,8 @@ def with_greedy_baseline(
 class PromptSource:
     """A source of prompts, which draws batches from a data loader and repeats every prompt G times.
 
-    When the loader ends, it starts over, so a step that needs more prompts than the epoch has left continues with the
-    next epoch. Every drawn prompt gets the next draw id of the run, which `state` counts and saves. The draw id seeds
-    the sampling of the prompt's responses, and is its `group_id`."""
+    When the loader ends, it starts over, so a step continues with the next epoch. Every prompt gets the next draw id of
+    the run, which `state` counts. It seeds the sampling of the prompt's responses, and is its `group_id`."""
 
     def __init__(
         self, loader: StatefulDataLoader | MultipleDataloaderWrapper, num_generations: int, state: TrainState
@@ -380,8 +374,7 @@ class PromptSource:
         self.finished_epochs = 0  # epochs that ended since a reader set this to 0
 
     def next(self) -> BatchedDataDict:
-        """Return the next prompts, each repeated `num_generations` times, with the columns of `repeat_prompts`;
-        `group_id` is the prompt's draw id."""
+        """Return the next prompts, each repeated `num_generations` times, with the columns of `repeat_prompts`."""
         batch = self._draw()
         repeated = repeat_prompts(batch, self.num_generations, self._state.draw(batch.size), stream="train")
         repeated["group_id"] = repeated["draw_ids"].clone()  # unique in the run: a group may be kept for a later step

@@ -61,7 +61,7 @@ def event(body: Json | str) -> bytes:
 
 
 class Spelled(NamedTuple):
-    """Tokens of a response, with the text that each token adds to it. The texts joined are the text of the response."""
+    """Tokens of a response, with the text that each token adds to it."""
 
     sample: Sample
     texts: list[str]
@@ -79,8 +79,7 @@ class Speller:
     _waiting: Sample = field(default_factory=Sample)
 
     def take(self, part: Sample) -> Spelled:
-        """Add the next tokens `part` of the response. Return the tokens, with their texts, that have become final:
-        later tokens cannot change their texts. If `part` ends the response, these are all remaining tokens."""
+        """Add the next tokens of the response. Return those whose texts are final; at its end all of them."""
         texts = self._stream.push(part.token_ids, last=bool(part.reason))
         w, n = self._waiting, len(texts)
         w.extend(part)
@@ -94,12 +93,11 @@ def _spelling(bytes_of: BytesOf, token: int) -> str:
 
 
 def completion_logprobs(bytes_of: BytesOf, spelled: Spelled, at: int = 0) -> tuple[Json, int]:
-    """Return (`logprobs` of /v1/completions, end) for the tokens `spelled`, whose text starts at character `at` of the
-    response and ends at character `end`. `bytes_of` gives the bytes of other tokens.
+    """Return (`logprobs` of /v1/completions, end) for the tokens `spelled`, whose text is from character `at` to `end`.
 
-    The entries of `tokens`, joined, are the response's text. So a token that adds no text (a special token, a part of a
-    character) has the entry "". As in OpenAI's API, `top_logprobs` always includes the sampled token; its key is its
-    entry in `tokens`. If another token has the same text, its key is its id, as in vLLM: `token_id:5`."""
+    The entries of `tokens`, joined, are the response's text, so a token that adds no text (a special token, a part of a
+    character) has "". As in OpenAI's API, `top_logprobs` always includes the sampled token; its key is its entry in
+    `tokens`. If another token has the same text, its key is its id, as in vLLM: `token_id:5`."""
     sample, texts = spelled
     offsets = []
     for text in texts:
@@ -123,9 +121,8 @@ def _by_text(bytes_of: BytesOf, token: int, text: str, logprob: float, likeliest
 
 
 def chat_logprobs(bytes_of: BytesOf, spelled: Spelled) -> Json:
-    """Return `logprobs` of /v1/chat/completions for the tokens `spelled`; `bytes_of` gives the bytes of a token id. The
-    `token` entries, concatenated, give the response's text, as do the `bytes` entries, which also hold partial
-    characters. In `top_logprobs` special tokens have a text, too."""
+    """Return `logprobs` of /v1/chat/completions for the tokens `spelled`. The `token` entries, joined, give the text,
+    as do the `bytes` entries, which also hold partial characters. In `top_logprobs` special tokens have a text, too."""
     content = []
     for token, text, logprob, likeliest in zip_longest(
         spelled.sample.token_ids, spelled.texts, spelled.sample.logprobs, spelled.sample.likeliest, fillvalue=()
@@ -138,12 +135,11 @@ def chat_logprobs(bytes_of: BytesOf, spelled: Spelled) -> Json:
 
 
 def generate_logprobs(sample: Sample, count: int) -> Json:
-    """Return the entry `logprobs` of a response of vLLM's route /inference/v1/generate, for the tokens of `sample`.
-    `top_logprobs` of a sampled token lists that token, then the most likely ones: `count` entries in total, at least
-    one.
+    """Return `logprobs` of vLLM's route /inference/v1/generate. `top_logprobs` of a sampled token lists that token,
+    then the most likely ones: `count` entries in total, at least one.
 
-    `rank` is 1 for the most likely token. It is null for a sampled token that is not among the most likely tokens, or
-    if these were not requested. Older clients read the token id from `token`."""
+    `rank` is 1 for the most likely token, and null for a sampled token that is not among the most likely ones. Older
+    clients read the token id from `token`."""
 
     def entry(token: int, logprob: float, rank: int | None) -> Json:
         return {"token_id": token, "logprob": logprob, "rank": rank, "token": f"token_id:{token}", "bytes": None}
@@ -162,7 +158,7 @@ def generate_logprobs(sample: Sample, count: int) -> Json:
 
 class Answer:
     """The base class of responses. A subclass defines `whole`, the body of a response that is not streamed, and for
-    streams `chunk`, the bodies to send for new tokens, and `closing`, the bodies to send after the last token.
+    streams `chunk`, the bodies for new tokens, and `closing`, those after the last token.
 
     Attributes:
         streams: whether each token is sent immediately.
@@ -174,8 +170,7 @@ class Answer:
         """Store the conversation for later requests of the same rollout. Only chat responses do this."""
 
     def opening(self, header: Header) -> Iterator[Json]:
-        """Yield the chunks of a streamed response that come before its first token (by default none). `header` adds the
-        fields that every chunk has."""
+        """Yield the chunks that come before the first token of a streamed response."""
         yield from ()
 
 
@@ -200,7 +195,7 @@ class TextAnswer(Answer):
         self._spellers: dict[int, Speller] = {}
 
     def _take(self, k: int, part: Sample) -> Spelled:
-        """Add the next tokens of choice `k`, and return those tokens whose text later ones cannot change."""
+        """Add the next tokens of choice `k`, and return those whose text later ones cannot change."""
         if k not in self._spellers:
             b = self.body
             stream = TextStream(
@@ -214,17 +209,14 @@ class TextAnswer(Answer):
         return {"token_ids": list(sample.token_ids)} if self.body.return_token_ids else {}
 
     def whole(self, header: Header, samples: list[Sample]) -> Json:
-        """Return the body of the complete response with all `samples`, with the token usage, and with the prompt's
-        token ids if the request asks for them."""
+        """Return the body of the complete response."""
         choices = [self._complete(k, sample) for k, sample in enumerate(samples)]
         tells_prompt = self.body.return_token_ids and len(self.prompts) == 1
         told = {"prompt_token_ids": self.prompts[0]} if tells_prompt else {}
         return header.body(self.kind, choices) | {"usage": usage(self.prompts, samples)} | told
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
-        """Take the new tokens in `progress`, and yield the next chunk of the streamed response, with the fields of
-        `header` and the tokens whose text has become final. Yield nothing if there are none and the response has not
-        ended."""
+        """Yield the next chunk of a stream: the tokens whose text has become final, if there are any, or the end."""
         part = self._take(progress.sample, progress.part)
         if part.text or part.sample.reason or (part.texts and (self._logprobs or self.body.return_token_ids)):
             yield header.body(self.chunk_kind, [self._part(progress.sample, part)])
@@ -344,8 +336,7 @@ class ChatAnswer(TextAnswer):
             yield header.body(self.chunk_kind, [choice])
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
-        """Take the new tokens in `progress`, and yield the next chunk, as in `TextAnswer.chunk`. If the request has
-        tools, yield nothing: all text is sent at the end."""
+        """Yield the next chunk. If the request has tools, yield nothing: all text is sent at the end."""
         if not self._tools:
             yield from super().chunk(header, progress)
 

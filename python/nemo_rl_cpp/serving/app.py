@@ -63,8 +63,8 @@ class Conversation:
 
     @contextlib.asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
-        """Return a context that submits the engine requests at its start and cancels the unfinished ones at its end.
-        Raise RequestError: 503 if the queue is full, 400 if the request has more answers than an empty queue takes."""
+        """Submit the engine requests, and at the end cancel the unfinished ones. Raise RequestError: 503 if the queue
+        is full, 400 if the request has more answers than an empty queue takes."""
         service, n, most = self.service, len(self.samples), self.service.model.limits.max_queue
         if n > most:
             prompts, samples = len(self.answer.prompts), self.answer.samples
@@ -96,7 +96,7 @@ class Conversation:
         return all(sample.reason for sample in self.samples)
 
     async def next(self) -> Progress:
-        """Wait for the next tokens from the engine and return them. Raise the error of a request that failed."""
+        """Wait for the next tokens from the engine. Raise the error of a request that failed."""
         progress = await self._news.get()
         if progress.error is not None:
             raise progress.error
@@ -109,7 +109,7 @@ class Conversation:
             await self.next()
 
     def keep(self) -> None:
-        """Record the engine's requests and responses in the rollout if the HTTP request has a rollout key."""
+        """Record the engine's requests and responses in the rollout, if there is one."""
         self._kept = True
         if self.rollout is not None:
             for choice, sample in enumerate(self.samples):
@@ -119,8 +119,7 @@ class Conversation:
             self.answer.remember(self.rollout, self.samples)
 
     async def events(self, header: Header, progress: Progress) -> AsyncIterator[bytes]:
-        """Yield the response as server-sent events, in bytes, while it is generated. `header` has the fields of every
-        chunk, and `progress` the first tokens."""
+        """Yield the response as server-sent events while it is generated, from its first tokens, `progress`, on."""
         answer = self.answer
         for body in answer.opening(header):
             yield event(body)
@@ -213,8 +212,8 @@ class Service:
         return JSONResponse(await asyncio.to_thread(answer.whole, header, conversation.samples), headers=headers)
 
     def draw(self, prompt: list[int], seed: int | None, rollout: Rollout | None) -> Draw:
-        """Return what seeds the sampling of the responses to `prompt` (`Draw`). In a rollout it is derived from the
-        run's seed and the rollout; outside it is `seed`, or random if `seed` is None."""
+        """Return what seeds the sampling of the responses to `prompt`: in a rollout the run's seed and the rollout;
+        otherwise `seed`, random if it is None."""
         if rollout is not None:
             return self.model.rollouts.draw(rollout, prompt, seed)
         seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed

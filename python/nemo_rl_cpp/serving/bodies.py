@@ -166,7 +166,7 @@ class GenerateParams(SamplingFields):
 
     @property
     def num_likeliest(self) -> int:
-        """The number of most likely tokens to compute. `logprobs` counts the sampled token, so 1 requests no others."""
+        """The number of most likely tokens. `logprobs` counts the sampled token, so 1 requests no others."""
         return self.logprobs if self.logprobs and self.logprobs > 1 else 0
 
 

@@ -41,9 +41,8 @@ class ParsedToolCalls:
 
 
 def find_calls(text: str, request_id: str, thinks: bool = False) -> ParsedToolCalls:
-    """Extract the tool calls from `text`, the text of a response, except those in the reasoning block. If `thinks`, the
-    text begins inside this block; without an end tag the block never ends. A call that is not a JSON object with a name
-    stays in the text."""
+    """Extract the tool calls from the text of a response, except those in the reasoning block. If `thinks`, the text
+    begins inside this block. A call that is not a JSON object with a name stays in the text."""
     calls: list[Call] = []
     kept, copied = [], 0
     at = _end_of_thinking(text, 0) if thinks else 0
@@ -110,9 +109,8 @@ def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
 def chat_prompt(
     tokenizer: TokenizerType, messages: Sequence[ChatMessage], tools: Tools | None, earlier: Sequence[AssistantTurn]
 ) -> list[int]:
-    """Return the token ids of a conversation. If it continues one of the conversations `earlier` with the same tools,
-    reuse the longest one's ids, and append the ids of the new text; otherwise tokenize the rendered chat template.
-    Raise ChatTemplateError if the template rejects the conversation."""
+    """Return the token ids of a conversation. If it continues one of `earlier` with the same tools, reuse the longest
+    one's ids, and append those of the new text. Raise ChatTemplateError if the template rejects the conversation."""
     plain = [_plain(message) for message in messages]
     turns = turns_of(messages)
     same_tools = [each for each in earlier if (each.tools or None) == (tools or None)]

@@ -29,8 +29,7 @@ class ServingError(RuntimeError):
 @dataclass(frozen=True)
 class Sampling:
     """The sampling parameters of a request, and the conditions that end its response. Temperature 0 is greedy.
-
-    `num_likeliest` is the number of most likely tokens to return for each sampled token."""
+    `num_likeliest` most likely tokens are returned for each sampled one."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -43,9 +42,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Draw:
-    """The seed of a request's sampling. A response depends only on this seed, the prompt and the sampling parameters.
-
-    `number` is the request's index among the rollout's requests with this prompt; `draw_id` was computed from it."""
+    """The seed of a request's sampling. A response depends only on it, the prompt and the sampling parameters. `number`
+    is the request's index among the rollout's requests with this prompt; `draw_id` was computed from it."""
 
     seed: int
     stream: int = 2  # "eval", csrc/common/random.h
@@ -55,9 +53,8 @@ class Draw:
 
 @dataclass
 class Sample:
-    """Tokens of one response with their log-probabilities: all so far, or only the new ones. `reason` is a key of
-    `FINISH_REASONS` (why the response ended), or 0 while the response is incomplete. `likeliest` has the most likely
-    tokens at each position, if requested."""
+    """Tokens of one response with their log-probabilities: all so far, or only the new ones. `reason` is why the
+    response ended, a key of `FINISH_REASONS`, or 0. `likeliest` has the most likely tokens at each position."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -116,11 +113,10 @@ class EngineState:
 
 
 class EngineThread:
-    """A thread that runs an engine of the native core (`C.ResidentEngine`) for requests, while it is open.
+    """A thread that runs an engine of the native core for requests, while it is open.
 
-    While closed, it generates nothing, frees its KV cache, and lets requests wait. Closing lets running requests finish
-    first, so each response comes from one version of the weights. `make_engine` is called in this thread when the
-    engine is first needed; `version` is that of the weights until `open` sets another."""
+    While closed, it frees its KV cache and lets requests wait. Closing lets running requests finish first, so each
+    response comes from one version of the weights. `make_engine` is called in this thread when needed."""
 
     step_seconds = 600.0  # the longest time that a step may take
 
@@ -141,7 +137,7 @@ class EngineThread:
     # ---- from any thread
 
     def submit(self, *requests: PendingRequest) -> None:
-        """Add requests to the batch at the next step, all together, so that one version of the weights answers them. An
+        """Add requests to the batch at the next step, together, so that one version of the weights answers them. An
         invalid request gets a ValueError through its `tell`. Raise ServingError if the server is shutting down."""
         with self._changed:
             if self._ends:

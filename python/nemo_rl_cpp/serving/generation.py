@@ -43,8 +43,7 @@ def _saved(tokenizer: TokenizerType) -> tempfile.TemporaryDirectory:
 
 @dataclass(eq=False, repr=False)
 class ServedGeneration(GenerationInterface):
-    """A generation engine for the training loop that also serves the model over HTTP. The loop and the server never
-    compute at the same time.
+    """A generation engine for the training loop that also serves the model over HTTP, but never at the same time.
 
     The server answers between `prepare_for_generation` and `finish_generation`; at other times requests wait. Requests
     in flight at `finish_generation` get up to 30 s to finish, because the weights are about to change."""
@@ -91,7 +90,7 @@ class ServedGeneration(GenerationInterface):
             return self.inner.resume(*given)
 
     def finish_generation(self) -> bool:
-        """Close the server until the next `prepare_for_generation`, and finish the inner engine's generation."""
+        """Close the server until the next `prepare_for_generation`, and finish the engine's generation."""
         self.model.engine.close(_PATIENCE_S)
         return self.inner.finish_generation()
 
@@ -119,8 +118,7 @@ class ServedGeneration(GenerationInterface):
 
     def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
         """Return the key that a rollout's requests must send. Responses are sampled with the parameters of `stream`,
-        "train" or "val", and seeded by `name`, which does not change from one validation to the next. A key contains
-        the step of the weights, and is used once."""
+        "train" or "val", and seeded by `name`, the same in every validation. A key is used once."""
         sampling = Sampling(0.0, 1.0, 0) if greedy else self.sampling[stream]
         return self.model.rollouts.register(f"{self.version()}-{name}", STREAMS[stream], sampling, name)
 
@@ -130,11 +128,8 @@ class ServedGeneration(GenerationInterface):
 
 
 class ServedDedicatedGeneration(DedicatedGeneration):
-    """A generation engine in a worker that only generates, which also serves its weights over HTTP. Agents send their
-    requests to the worker, and this process gets the token ids, log-probabilities and versions of these requests at the
-    end of a rollout.
-
-    In the worker the engine is a `ServedGeneration`, whose methods for agents this class also has."""
+    """A generation engine in a worker that only generates, which also serves its weights over HTTP as a
+    `ServedGeneration`. Agents send their requests to the worker; this process gets a rollout's tokens at its end."""
 
     owns_process = True  # `shutdown` removes the tokenizer's folder
 
@@ -209,8 +204,8 @@ def serve_policy(
 
 
 def listener_of(config: PolicyConfig) -> socket.socket | None:
-    """Return a listening socket at the address in the section `http_server`; None if no server is configured. Raise
-    ValueError if the address is in use."""
+    """Return a listening socket at the address in `http_server`; None if no server is configured. Raise ValueError if
+    the address is in use."""
     if not config.generation.expose_http_server:
         return None
     check_installed("policy.generation.expose_http_server")

@@ -108,8 +108,7 @@ def serve_until_ended(server: HttpServer, engine: Engine, greet: Callable[[], No
 
 
 def wait_for_end(ended: threading.Event, server: HttpServer, engine: Engine, every: float = 1.0) -> None:
-    """Wait until `ended` is set. Meanwhile check, every `every` seconds, that both threads run: raise RuntimeError if
-    the server's or the engine's thread has died."""
+    """Wait until `ended` is set. Raise RuntimeError if the server's or the engine's thread has died."""
     while not ended.wait(every):
         for name, thread in (("HTTP server", server), ("engine", engine)):
             if not thread.is_alive():
@@ -120,8 +119,8 @@ def wait_for_end(ended: threading.Event, server: HttpServer, engine: Engine, eve
 
 
 async def read_raw(request: Request, most_bytes: int, seconds: float) -> bytes:
-    """Return the body of a request as bytes. Raise RequestError if it is longer than `most_bytes` (status 413) or takes
-    longer than `seconds` to arrive (408)."""
+    """Return the body of a request. Raise RequestError if it is longer than `most_bytes` (status 413) or takes longer
+    than `seconds` to arrive (408)."""
     pieces, size = [], 0
     try:
         async with asyncio.timeout(seconds):

@@ -71,8 +71,7 @@ class ServedModel:
         return name or self.names[0]
 
     def check_prompt(self, prompt_ids: list[int], param: str) -> None:
-        """Raise RequestError if a prompt is empty, too long, or has a token outside the vocabulary. `param` is the
-        field of the request that the error names."""
+        """Raise RequestError, naming the field `param`, if a prompt is empty, too long, or has an unknown token."""
         if not prompt_ids:
             raise RequestError("the prompt has no token: give at least one character", param=param)
         if len(prompt_ids) >= self.max_model_len:
@@ -160,10 +159,7 @@ def engine_thread(
     runner: C.ModelRunner, tokenizer: TokenizerType, sizes: EngineSizes, cache_bytes: int, version: int,
     is_open: bool = True,
 ) -> EngineThread:  # fmt: skip
-    """Return a thread that makes and runs an engine for sequences of at most `sizes.max_model_len` tokens.
-
-    `version`: the weights' version, which responses report until it changes. `is_open`: answer requests at once, not
-    only after `EngineThread.open`."""
+    """Return a thread that makes and runs an engine; responses report `version` until `EngineThread.open`."""
     return EngineThread(
         lambda: sizes.engine(runner, cache_bytes, token_bytes_table(tokenizer, runner.vocab_size())), version, is_open
     )
@@ -172,10 +168,9 @@ def engine_thread(
 def load_model(
     name: str, *, served_name: str | None, precision: str, sizes: EngineSizes, limits: Limits, seed: int = 42
 ) -> ServedModel:
-    """Load a model in `precision`, and return it with an engine of the given `sizes` for a server with the given
-    `limits`. `name` is a model folder, a model name, a checkpoint (`step_N`), or a run's folder, for its
-    newest checkpoint; clients may also use `served_name`. `seed` seeds requests that name a rollout but no seed. Raise
-    ValueError if the model cannot be found or does not fit."""
+    """Load a model for a server. `name` is a model folder, a model name, a checkpoint (`step_N`), or a run's folder,
+    for its newest checkpoint; clients may also use `served_name`. `seed` seeds requests that name a rollout but no
+    seed. Raise ValueError if the model cannot be found or does not fit."""
     folder = resolve_model(find_policy_weights(name), key="--model")
     opened = open_model_folder(str(folder), max_length=sizes.max_model_len, length_key="--max-model-len", key="--model")
     opened = replace(opened, max_length=min(sizes.max_model_len or 1 << 60, max_positions(opened.config)))
@@ -203,8 +198,8 @@ def load_model(
 
 
 def prompt_scorer(model: C.DecoderModel, engine: EngineThread) -> Callable[[list[int]], list[float]]:
-    """Return a function from the token ids of a prompt to the log-probability of each. It runs the training forward
-    pass of `model` while `engine` pauses between two steps."""
+    """Return a function from the token ids of a prompt to their log-probabilities. It runs the training forward pass of
+    `model` while `engine` pauses between two steps."""
     trainer = cache(lambda: C.Trainer(model))
 
     def score(ids: list[int]) -> list[float]:
@@ -215,9 +210,8 @@ def prompt_scorer(model: C.DecoderModel, engine: EngineThread) -> Callable[[list
 
 
 def length_that_fits(fits: int, cache_bytes: int, longest: int, is_given: bool) -> int:
-    """Return the maximum length of sequences in tokens: `fits`, the longest that fits in the KV cache, at most
-    `longest`. Warn if `fits` is the smaller. Raise ValueError if the user has set `longest` (`is_given`) and it does
-    not fit, or if no sequence fits."""
+    """Return the maximum length of sequences: `longest`, or `fits`, the longest that the KV cache holds, with a
+    warning. Raise ValueError if the user has set `longest` (`is_given`) and it does not fit, or if no sequence fits."""
     if longest <= fits:
         return longest
     cache = f"{cache_bytes / 1e9:.3g} GB of keys and values"

@@ -97,7 +97,7 @@ class Rollouts:
             return found
 
     def draw(self, rollout: Rollout, prompt_ids: list[int], seed: int | None) -> Draw:
-        """Return the sampling seed for the rollout's next response to this prompt. It depends on the run's seed, the
+        """Return the sampling seed for the rollout's next response to this prompt: it depends on the run's seed, the
         rollout, the prompt, and the smallest response index not yet used for it. So a repeated rollout gets the same
         samples, in whatever order concurrent requests arrive."""
         prompt = _digest_of(rollout, prompt_ids)
@@ -134,7 +134,7 @@ def _digest(*parts: bytes) -> bytes:
 def longest_chain(calls: list[Call]) -> list[Call]:
     """Return the calls of the longest conversation: each prompt starts with the previous call's prompt and response.
     Retries, sub-agents and shortened conversations are dropped. The longest has the most calls, then the most tokens,
-    whatever the order in which calls arrived."""
+    whatever the order of arrival."""
     ordered = sorted(calls, key=lambda call: (len(call.prompt_ids), call.prompt_ids, call.sample.token_ids))
     size = lambda chain: (len(chain), len(chain[-1].ids), chain[-1].ids)  # noqa: E731
     chains: list[list[Call]] = []

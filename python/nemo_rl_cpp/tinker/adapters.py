@@ -89,15 +89,13 @@ class Base:
         return token_bytes_table(self.tokenizer, self.vocab_size)
 
     def adapted(self, shape: Shape) -> AdaptedModel:
-        """Return the native model for adapters of this shape. There is one for each shape in use, each with a copy of
-        the base model's weights."""
+        """Return the native model for adapters of this shape, with its own copy of the base model's weights."""
         self.newest = self._native.get(shape) or AdaptedModel(self, shape)
         self._native[shape] = self.newest
         return self.newest
 
     def check_tokens(self, tokens: Sequence[int], what: str, room: int = 0) -> None:
-        """Raise UserError if `tokens` is empty, has a token outside the vocabulary, or is so long that `room` more
-        tokens would exceed the maximum length. `what` describes the tokens in the message."""
+        """Raise UserError if there is no token, one outside the vocabulary, or no place for `room` more."""
         if not tokens:
             raise UserError(f"{what} has no token")
         self.check_vocabulary(min(tokens), max(tokens), what)
@@ -105,8 +103,8 @@ class Base:
             raise UserError(f"{what} has {len(tokens)} tokens, this model's sequences at most {self.max_length - room}")
 
     def check_vocabulary(self, least: int, most: int, what: str) -> None:
-        """Raise UserError unless the token ids from `least` to `most` are in the vocabulary. `what` names the checked
-        tokens in the message."""
+        """Raise UserError, in which `what` names the tokens, unless ids from `least` to `most` are in the
+        vocabulary."""
         if not 0 <= least <= most < self.vocab_size:
             raise UserError(f"{what} holds a token that is not in the vocabulary of {self.vocab_size}")
 
@@ -223,8 +221,7 @@ class AdaptedModel:
         self._owner = state
 
     def put_down(self) -> None:
-        """Store the gradient and the moments that the trainer holds in the `TrainingState` of their LoRA model.
-        Afterwards the trainer holds those of no model."""
+        """Store the gradient and the moments that the trainer holds in the `TrainingState` of their model."""
         state = self._owner
         if state is None:
             return
@@ -239,12 +236,12 @@ class AdaptedModel:
     def forward(
         self, state: TrainingState, rows: Sequence[Row], loss: Loss, config: dict[str, float], *, backward: bool, factor: str | None = None
     ) -> tuple[float, list[Tensor]]:  # fmt: skip
-        """Compute the loss `loss` of the LoRA model `state` on `rows`, and return (the loss, the log-probabilities of
-        each row's targets, float32 [N, K] per row). If `backward`, accumulate the gradient for the next optimizer step.
+        """Compute a loss on `rows`, and return (the loss, the log-probabilities of each row's targets, float32 [N, K]
+        per row). If `backward`, accumulate the gradient for the next optimizer step.
 
-        `config` gives loss inputs that are the same for all targets, by name. `factor` is the name of an input that
-        multiplies the gradient of each target. If consecutive rows share a prompt on which this input is 0, the prompt
-        is computed once (see `prompt_groups`).
+        `config` gives loss inputs that are the same for all targets. `factor` is the name of an input that multiplies
+        the gradient of each target: consecutive rows compute a common prompt on which it is 0 once (see
+        `prompt_groups`).
 
         Raise UserError if the loss is not finite; in that case no gradient is accumulated."""
         self._take_up(state)
@@ -299,8 +296,7 @@ class AdaptedModel:
     def step(
         self, state: TrainingState, learning_rate: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float
     ) -> float:  # fmt: skip
-        """Update the adapters of the LoRA model `state` with AdamW, and reset the gradient to zero. Return the
-        gradient's norm before clipping.
+        """Update the adapters with AdamW, and reset the gradient to zero. Return the gradient's norm before clipping.
 
         Raise UserError if the norm is not finite; in that case the adapters are unchanged."""
         self._take_up(state)
@@ -317,8 +313,7 @@ class AdaptedModel:
     # ---- files
 
     def save(self, folder: Path, adapter: Tensor) -> None:
-        """Write the adapters, whose weights are `adapter` in the layout of the model's trained parameters, to
-        `folder`/adapter in PEFT's format."""
+        """Write the weights `adapter` of the adapters to `folder`/adapter in PEFT's format."""
         self.lora.save(folder, self.native.trained_layout, adapter)
 
     def load(self, folder: Path) -> Tensor:
@@ -335,16 +330,15 @@ class AdaptedModel:
         return score_sequence(self.trainer, prompt, torch.full((len(prompt),), torch.nan))
 
     def likeliest_of_prompt(self, adapter: Tensor, prompt: list[int], k: int) -> tuple[Tensor, Tensor]:
-        """Return (tokens, log-probabilities), both [P - 1, k]: the `k` most likely tokens at each position of a prompt
-        of P tokens except the first."""
+        """Return (tokens, log-probabilities), both [P - 1, k]: the most likely ones at each position but the first."""
         self.show(adapter)
         logits = self.trainer.logits(torch.tensor(prompt))[:-1].float()
         values, tokens = logits.log_softmax(-1).topk(min(k, logits.shape[-1]))
         return tokens, values
 
     def engine(self) -> C.ResidentEngine:
-        """Return an idle engine for the requests of one sampler. Each engine has its own KV cache, because samplers
-        take turns even in the middle of a response."""
+        """Return an idle engine for one sampler. Each has its own KV cache, because samplers take turns even in the
+        middle of a response."""
         if self._idle_engines:
             return self._idle_engines.pop()
         base, runner = self.base, native_runner(self.native, {})
@@ -361,8 +355,8 @@ class AdaptedModel:
 @dataclass(frozen=True)
 class PromptGroup:
     """Consecutive rows [begin, end) with a common prompt, which is computed once. Their first `length` targets are
-    equal and have no gradient. Their first `length` + 1 tokens are also equal: the last of them predicts the first
-    target that may have a gradient."""
+    equal and have no gradient. Their first `length` + 1 tokens are equal: the last predicts a target that may have
+    one."""
 
     begin: int
     end: int
@@ -370,8 +364,8 @@ class PromptGroup:
 
 
 def prompt_groups(rows: Sequence[Row], factor: str | None) -> list[PromptGroup]:
-    """Return the groups of at least two consecutive rows with a common prompt, in order; none if `factor` is None.
-    `factor` is the name of the loss input that is 0 for targets without gradient, such as those of the prompt."""
+    """Return the groups of at least two consecutive rows with a common prompt, in order; none if `factor`, the loss
+    input that is 0 for targets without gradient, is None."""
     if factor is None:
         return []
     groups: list[PromptGroup] = []

@@ -338,8 +338,7 @@ def make_app(service: Service, api_key: str | None = None, max_body_bytes: int =
 
 
 def serve_tinker(arguments: argparse.Namespace, key: str | None) -> int:
-    """Run `nemo-rl-cpp serve --tinker` with the parsed options `arguments` until Ctrl-C or SIGTERM, and return the exit
-    status. Clients must send the API key `key`; with None they need none."""
+    """Run `nemo-rl-cpp serve --tinker` until Ctrl-C or SIGTERM. Clients must send `key`, if any."""
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     listener = listen(arguments.host, arguments.port)

@@ -207,10 +207,8 @@ class SamplingClient:
         self, prompt: Tokens, num_samples: int, sampling_params: SamplingParams, include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0, topk_sample_logprobs: int = 0,
     ) -> APIFuture[SampleResponse]:  # fmt: skip
-        """Generate `num_samples` responses to a prompt, and return a future of them. Their log-probabilities are the
-        model's at temperature 1, without top-k or top-p.
-
-        Requests made before an earlier one is complete are generated together with it."""
+        """Generate `num_samples` responses to a prompt. Their log-probabilities are the model's at temperature 1,
+        without top-k or top-p. Requests made before an earlier one is complete are generated together with it."""
         request = SampleRequest(
             tokens_of(prompt, "the prompt"), num_samples, sampling_params, include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs, topk_sample_logprobs=topk_sample_logprobs,

@@ -68,7 +68,7 @@ class Models:
 
     def create(self, model: Model, seed: int) -> None:
         """Initialise the adapters of a LoRA model: B is zero, so that its outputs equal the base model's. Raise
-        UserError for an invalid LoRA rank or seed."""
+        UserError for an invalid rank or seed."""
         rank = model.facts.shape.rank
         if not 1 <= rank <= 4096:
             raise UserError(f"the rank of LoRA is {rank}, expected 1 to 4096")
@@ -82,9 +82,8 @@ class Models:
     def forward(
         self, model: Model, data: Sequence[Datum], loss_fn: str, config: dict[str, float | str] | None, *, backward: bool
     ) -> ForwardBackwardOutput:  # fmt: skip
-        """Compute the built-in loss `loss_fn`, with the settings `config`, on `data`. If `backward`, accumulate its
-        gradient for the next optimizer step. Return the loss, summed over all targets, and the log-probabilities of the
-        targets."""
+        """Compute a built-in loss, summed over all targets, and the log-probabilities of the targets. If `backward`,
+        accumulate the gradient for the next optimizer step."""
         state = model.trained
         loss, needed, numbers = loss_of(loss_fn, config or {})
         rows, factor = rows_of(data, self.base, needed, tuple(numbers)), FACTORS.get(loss_fn)
@@ -94,9 +93,8 @@ class Models:
     def forward_backward_custom(
         self, model: Model, data: Sequence[Datum], loss_fn: CustomLoss
     ) -> ForwardBackwardOutput:
-        """Compute the loss `loss_fn(data, log-probabilities of each datum's targets)`, and accumulate its gradient in
-        `model`. Return the log-probabilities, the loss (`loss:sum`) and the metrics of `loss_fn`. This needs one more
-        forward pass than a built-in loss."""
+        """Compute the loss `loss_fn(data, log-probabilities of each datum's targets)`, and accumulate its gradient.
+        This needs one more forward pass than a built-in loss."""
         state = model.trained
         targets = [
             Datum(each.model_input, {name: value for name, value in each.loss_fn_inputs.items() if name == TARGETS})
@@ -162,8 +160,8 @@ class Models:
         return place.path
 
     def load(self, model: Model, place: Place, *, optimizer: bool, gradient: bool = False) -> None:
-        """Load a checkpoint into a model of the same shape. With `optimizer` load the optimizer state too, and with
-        `gradient` the gradient accumulated for the next step."""
+        """Load a checkpoint into a model of the same shape, with `optimizer` its optimizer state, and with `gradient`
+        also the gradient accumulated for the next step."""
         facts, folder = self.store.facts(place), self.store.folder(place)
         if facts.shape != model.facts.shape:
             raise UserError(f"{place.path} has adapters {facts.shape}, this model {model.facts.shape}")
@@ -201,8 +199,7 @@ class Models:
         return Sampler(model.adapted, model.trained.adapter, snapshot_of=model.id)
 
     def prompt_logprobs(self, sampler: Sampler, prompt: list[int], last_n: int | None = None) -> list[float | None]:
-        """Return the log-probability of each prompt token under the weights of `sampler`; None for the first token, and
-        if `last_n` is given, for all but the last `last_n` tokens."""
+        """Return the log-probability of each prompt token but the first; with `last_n` only of the last ones."""
         self.base.check_tokens(prompt, "the prompt")
         found = sampler.adapted.prompt_logprobs(sampler.adapter, prompt).tolist()
         first = max(1, len(found) - (len(found) if last_n is None else last_n))
@@ -258,14 +255,8 @@ class Models:
 
 
 def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Sequence[str]) -> list[Row]:
-    """Check the training data of a request, and return one `Row` of tensors per datum.
-
-    Args:
-        base: the base model, which limits token ids and lengths.
-        needed: the inputs that each datum must have in addition to target_tokens.
-        known: the other inputs that a datum may have.
-
-    Raise UserError with the index of the invalid datum and its fault."""
+    """Check the training data of a request, and return one `Row` of tensors per datum. Each datum must have the inputs
+    `needed`, and may have the inputs `known`. Raise UserError with the index of the invalid datum and its fault."""
     if not data:
         raise UserError("the request has no datum")
     rows = []

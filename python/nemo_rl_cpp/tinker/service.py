@@ -179,8 +179,8 @@ def _in_turn(call: Callable[[Service, TrainedModel, R], object]) -> Callable[[Se
 
 
 class Service:
-    """The server's sessions, models, samplers and checkpoints. A method that returns an `UntypedAPIFuture` queues the
-    request; the client asks for the result later."""
+    """The server's sessions, models, samplers and checkpoints. An `UntypedAPIFuture` is a queued request, for whose
+    result the client asks later."""
 
     def __init__(self, base: Base, store: Store) -> None:
         self.core = Models(base, store)
@@ -223,7 +223,7 @@ class Service:
             raise UserError(f"the base model {name!r} is not here: this server has {self.base.names[0]!r}")
 
     def create_model(self, request: types.CreateModelRequest) -> types.UntypedAPIFuture:
-        """Queue the creation of a model: the base model with a new adapter, which does not change its outputs yet."""
+        """Queue the creation of a model: the base model with a new adapter."""
         lora = request.lora_config or types.LoraConfig(rank=32)
         shape = Shape(lora.rank, lora.train_mlp, lora.train_attn)
 
@@ -278,8 +278,7 @@ class Service:
         )  # fmt: skip
 
     def queue(self, model: TrainedModel, seq: int | None, run: Callable[[], object]) -> types.UntypedAPIFuture:
-        """Queue `run` as the model's request number `seq`; the requests of a model run in the order of their numbers.
-        Return a future, by which the client polls for the result."""
+        """Queue `run` as the model's request number `seq`. A model's requests run in the order of their numbers."""
         if seq is None or not 0 <= seq < 1 << 62:
             raise UserError(f"seq_id is {seq}, expected the number of this request of its model")
         request_id = self.worker.submit_in_turn(model, seq, run)
@@ -314,8 +313,7 @@ class Service:
 
     @_in_turn
     def save_for_sampler(self, model: TrainedModel, request: types.SaveWeightsForSamplerRequest) -> dict:
-        """Save a model's adapters for sampling, and return the checkpoint's path. Without a name, keep them in memory
-        for a new sampling session, and return the session's id."""
+        """Save a model's adapters for sampling. Without a name, keep them in memory for a new sampling session."""
         if request.kind != "snapshot":
             raise UserError(f"samplers of kind {request.kind!r} are not here: take snapshots")
         if request.path is not None:
@@ -338,8 +336,7 @@ class Service:
         return {"type": "save_weights_external", "path": path}
 
     def load_weights(self, request: types.LoadWeightsRequest) -> types.UntypedAPIFuture:
-        """Queue the loading of a checkpoint into the request's model or, if it names a session, into a new model.
-        Return a future, which the client polls for the model's id."""
+        """Queue the loading of a checkpoint into the request's model or, if it names a session, into a new one."""
         place = Place.of(request.path)
         if request.session_id is None:
             model, seq = self.model(request.model_id or ""), request.seq_id
@@ -358,7 +355,7 @@ class Service:
     # ---- sampling
 
     def create_sampling_session(self, request: types.CreateSamplingSessionRequest) -> Future:
-        """Create a sampler of the base model or of a checkpoint. Return a future whose result is the sampler's name."""
+        """Create a sampler of the base model or of a checkpoint. The result of the future is its name."""
         name = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
 
         def run() -> str:

@@ -87,9 +87,8 @@ class Store:
         return Facts(**{**known, "shape": Shape(**found["shape"])})
 
     def save(self, place: Place, facts: Facts, write: Callable[[Path], None], overwrite: bool = False) -> None:
-        """Write the checkpoint `place` atomically: readers see either the complete new folder or the previous one.
-        `write` is called with a folder, into which it writes the files; `facts` become the metadata. Raise UserError if
-        the checkpoint exists, unless `overwrite`."""
+        """Write a checkpoint atomically: `write` is called with a new folder for the files, `facts` become the
+        metadata. Raise UserError if the checkpoint exists, unless `overwrite`."""
         Place.of(place.path)
         folder = self.folder(place)
         if folder.exists() and not overwrite:

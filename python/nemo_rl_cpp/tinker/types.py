@@ -99,8 +99,8 @@ class ForwardBackwardOutput:
 
 @dataclass
 class SampledSequence:
-    """One response. `stop_reason` is "stop", or "length" at the length limit. `topk_logprobs` lists, for each position,
-    the (token, log-probability) pairs of the most likely tokens."""
+    """One response. `stop_reason` is "stop", or "length" at the length limit. `topk_logprobs` lists the (token,
+    log-probability) pairs of the most likely tokens at each position."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -122,8 +122,7 @@ class SampleResponse:
 
 
 def tokens_of(given: Tokens, what: str) -> list[int]:
-    """Return a prompt or an input as a list of tokens. Raise UserError if it holds images or audio; `what` is its name
-    in the message."""
+    """Return a prompt or an input, called `what`, as a list of tokens. Raise UserError for images and audio."""
     if not hasattr(given, "to_ints"):
         return [int(token) for token in given]
     try:

@@ -44,8 +44,8 @@ class APIFuture(Future, Generic[T]):
 class Job:
     """A call to make in the worker's thread, and the future for its result.
 
-    If `is_short`, the call only queues a request for samples, so it runs even between two steps of a sampler's turn.
-    The call is then passed the future, and the sampler sets the future's result later."""
+    If `is_short`, the call only queues a request for samples, so it runs even in a sampler's turn. It is passed the
+    future, whose result the sampler sets later."""
 
     run: Callable[..., object]
     future: Future
@@ -55,8 +55,7 @@ class Job:
 
 @dataclass(eq=False)
 class Turns:
-    """The order of a model's requests. `next_seq` is the number of the next request to run. `waiting` holds requests
-    with higher numbers, which have arrived early."""
+    """The order of a model's requests: the number of the next one to run, and those that have arrived early."""
 
     id: str
     next_seq: int = 0
@@ -73,11 +72,8 @@ class Answers:
 
 
 class Sampler:
-    """The weights of a LoRA model from which tokens are sampled, and the unfinished requests for samples.
-
-    Args:
-        path: the path of the checkpoint; None for the base model and for snapshots.
-        snapshot_of: the model of which this is a snapshot, kept in memory without a checkpoint."""
+    """The weights of a LoRA model from which tokens are sampled, and the unfinished requests for samples. `path` is
+    that of the checkpoint, if any; `snapshot_of` the model of which this is a snapshot in memory."""
 
     def __init__(
         self, adapted: AdaptedModel, adapter: Tensor, path: str | None = None, snapshot_of: str | None = None
@@ -87,8 +83,7 @@ class Sampler:
         self.running: dict[int, tuple[Answers, int]] = {}  # by the engine's number: a request, and the sample's index
 
     def submit(self, answers: Answers, prompt: list[int], **how: object) -> None:
-        """Add a request, which is processed from the next step on. `how`: further arguments of the engine's `submit`.
-        Raise ValueError if the request is invalid."""
+        """Add a request, which is processed from the next step on. `how`: arguments of the engine's `submit`."""
         if self._engine is None:
             self._engine = self.adapted.engine()
         try:
@@ -110,8 +105,8 @@ class Sampler:
             self._engine = None
 
     def step(self) -> None:
-        """Sample one token for each running request. If all samples of a request have ended, set the result of its
-        future. The native model must have this sampler's adapter loaded."""
+        """Sample one token for each running request, and complete those whose samples have ended. The native model must
+        have this sampler's adapter loaded."""
         try:
             drawn = zip(*self._engine.step())
         except Exception as error:  # noqa: BLE001 - the engine has given all its sequences up
@@ -156,8 +151,7 @@ class Worker:
     # ---- from any thread
 
     def submit(self, request_id: str, run: Callable[..., object], *, is_short: bool = False) -> Future:
-        """Run `run` once as a job, and return its future, which is stored under `request_id`. A repeated request gets
-        the same future. For `is_short` see `Job`."""
+        """Run `run` once as a job, and return its future, which is stored under `request_id` for repeated requests."""
         with self._changed:
             if request_id not in self.futures:
                 self.futures[request_id] = self._enqueue(Job(run, APIFuture(), is_short))
@@ -183,14 +177,12 @@ class Worker:
         return request_id
 
     def do(self, run: Callable[..., object], *, is_short: bool = False) -> APIFuture:
-        """Queue a call of `run` in the worker's thread, and return the future of its result. Unlike with `submit`, the
-        future is not stored. For `is_short` see `Job`."""
+        """Queue a call of `run` in the worker's thread, and return its future, which is not stored (see `Job`)."""
         with self._changed:
             return self._enqueue(Job(run, APIFuture(), is_short))
 
     def cancel(self, sampler: Sampler, future: Future) -> None:
-        """Cancel the request to `sampler` whose result `future` would receive. The future then raises UserError, unless
-        it already has its result."""
+        """Cancel the request of `future`, which then raises UserError, unless it already has its result."""
 
         def run() -> None:
             sampler.cancel(future)
@@ -205,8 +197,7 @@ class Worker:
             self._busy.append(sampler)
 
     def was_retrieved(self, request_id: str) -> None:
-        """Record that a client has received the result of the request `request_id`. The result is kept until enough
-        later results are retrieved."""
+        """Record that a client has received a result, which is kept until enough later ones are retrieved."""
         self._retrieved.append(request_id)
         if len(self._retrieved) > _MOST_RETRIEVED:
             self.futures.pop(self._retrieved.popleft(), None)

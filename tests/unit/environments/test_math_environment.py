@@ -161,7 +161,7 @@ def test_calling_math_verify_outside_the_main_thread_is_an_error():
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="main thread"):
-        pool.submit(HFVerifyWorker().verify, ["1"], ["1"]).result()
+        pool.submit(HFVerifyWorker().verify, "1", "1").result()
 
 
 def test_invalid_math_environment_settings_are_errors():

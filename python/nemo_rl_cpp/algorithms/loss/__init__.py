@@ -162,11 +162,8 @@ class ClippedPGLossFn:
         global_valid_positive_toks: Count = None,
     ) -> ops.PolicyLossResult:  # fmt: skip
         """Return the loss, its gradient with respect to `curr_logprobs` [B, S-1], metrics, and the first (sample,
-        token) whose loss is not finite.
-
-        `global_valid_positive_toks` is the number of valid tokens in samples with positive reward, over the global
-        batch. By default it is the entry of this name in `data`, or without such an entry the number of such tokens in
-        `data`. The NLL term is divided by it."""
+        token) whose loss is not finite. The NLL term is divided by the number of valid tokens in samples with positive
+        reward over the global batch: the argument, otherwise the entry of this name in `data`, or counted in `data`."""
         positive = global_valid_positive_toks
         if positive is None:
             positive = data.get("global_valid_positive_toks")
@@ -247,17 +244,16 @@ class ClippedPGLossFn:
         )
 
     def token_loss(self, data: RaggedBatch, counts: ops.LossCounts) -> C.TokenLoss | None:
-        """Return an object that computes the loss of `native` token by token (`ops.token_loss`) for the global batch
-        `data`. Return None if the settings do not allow it; the trainer then calls `native`. If `data` has no
-        `prev_logprobs`, the current log-probabilities replace them."""
+        """Return an object that computes the loss of `native` token by token for the global batch, or None if the
+        settings do not allow it; the trainer then calls `native`. Without `prev_logprobs`, the current
+        log-probabilities replace them."""
         if type(self).native is not ClippedPGLossFn.native or self.takes_entropies or self.takes_candidates:
             return None
         prev = None if self.op_config.ratio_mode == "on_policy" else data.tokens.get(self._old_logprobs)
         return ops.token_loss(self._op_inputs({**data.samples, **data.tokens}, prev), counts, self.op_config)
 
     def zero_gradient_rows(self, data: RaggedBatch) -> Tensor | None:
-        """Return bool [B]: whether a sample's gradient is zero because its advantages are 0 (in GRPO, if all rewards of
-        its group are equal). Return None if a token with advantage 0 may have a gradient, as with a KL term."""
+        """Return bool [B]: whether a sample's gradient is 0 as its advantages are; None if other terms may have one."""
         config, advantages = self.op_config, data.tokens.get("advantages")
         other_terms = config.kl_penalty != 0 or config.positive_nll_weight > 0 or self.takes_entropies
         if other_terms or config.ratio_mode == "dro" or advantages is None:
@@ -298,8 +294,8 @@ class MseValueLossFn:
     def native(
         self, values: Tensor, data: Mapping[str, Tensor], global_valid_seqs: Count, global_valid_toks: Count
     ) -> ops.ValueLossResult:
-        """Return the loss of one micro-batch, divided by the global counts, its gradient with respect to `values` [B,
-        S], metrics, and the first (sample, token) whose loss is not finite."""
+        """Return the loss of one micro-batch, its gradient with respect to `values` [B, S], metrics, and the first
+        (sample, token) whose loss is not finite."""
         inputs = {name: data[name] for name in ("returns", "token_mask", "sample_mask")}
         result = ops.mse_value_loss(
             values.detach(), **inputs, old_values=data["values"] if self.cliprange else None,
@@ -362,10 +358,8 @@ class TopKDistillationLossFn:
         self, curr_logprobs: Tensor, data: Mapping[str, Tensor], global_valid_seqs: Count, global_valid_toks: Count,
         global_valid_positive_toks: Count = None,
     ) -> ops.PolicyLossResult:  # fmt: skip
-        """Return the loss of one micro-batch, metrics and gradients, computed without autograd. `data` holds masks, the
-        student's and the teacher's log-probabilities of candidate tokens, and entropies if the loss needs them. The
-        loss is divided by `global_valid_toks`; the other counts are not used. Tokens with mask 0 have no effect. The
-        gradient for `curr_logprobs` is 0."""
+        """Return the loss of one micro-batch, metrics and gradients, computed without autograd and divided by
+        `global_valid_toks`. Tokens with mask 0 have no effect. The gradient for `curr_logprobs` is 0."""
         mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).double()
         valid = mask != 0
         student = data["curr_candidates"][valid].double().requires_grad_()

@@ -77,8 +77,8 @@ class ListDataset:
         return ListDataset(rows)
 
     def train_test_split(self, test_size: float | int, seed: int = 42) -> dict[str, ListDataset]:
-        """Return {"train": rows, "test": rows}. `test` has `test_size` rows, or that fraction of the rows, rounded up.
-        The seed determines which rows. Raise ValueError if either part is empty."""
+        """Return {"train": rows, "test": rows}. `test` has `test_size` rows, or that fraction, rounded up, drawn by
+        `seed`. Raise ValueError if either part is empty."""
         count = test_size if isinstance(test_size, int) else math.ceil(test_size * len(self))
         if not 0 < count < len(self):
             raise ValueError(
@@ -249,9 +249,9 @@ def read_file(path: Path) -> ListDataset:
 
 
 def read_folder(path: Path, split: str | None) -> ListDataset:
-    """Return the rows of all data files in a folder and its subfolder `data`, sorted by file name. All files must have
-    the same extension. If file names begin with the name of a split (`train-00000-of-00002.parquet`), only the files of
-    `split` are read. Raise ValueError if there is no file to read."""
+    """Return the rows of all data files in a folder and its subfolder `data`, sorted by name, all with the same
+    extension. If file names begin with the name of a split (`train-00000-of-00002.parquet`), read those of `split`.
+    Raise ValueError if there is no file to read."""
     files = [file for folder in (path, path / "data") if folder.is_dir() for file in sorted(folder.iterdir())]
     files = [file for file in files if file.is_file() and not file.name.startswith(".")]
     files = [file for file in files if file.suffix.lower() in READERS]
@@ -289,8 +289,8 @@ def load_dataset_from_path(
     data_path: str, data_subset: str | None = None, data_split: str | None = "train"
 ) -> ListDataset | Dataset:
     """Load a local file (.jsonl, .json, .csv, .txt; with pyarrow also .parquet and .arrow), a folder of such files or
-    of `datasets.save_to_disk`, or a data set on the Hub. A local file has the single split "train". Raise ValueError,
-    with the configuration key, if it cannot be loaded, and MissingFileError for a missing file."""
+    of `datasets.save_to_disk`, or a data set on the Hub. Raise ValueError, with the configuration key, if it cannot be
+    loaded, and MissingFileError for a missing file."""
     path = Path(os.fspath(data_path)).expanduser()
     if path.suffix.lower() in READERS and not path.is_dir():
         if data_subset is not None:
@@ -350,9 +350,7 @@ def _datasets_library(what: str) -> ModuleType:
 
 
 def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "train") -> Dataset:
-    """Load a data set from the Hugging Face Hub, or from the local cache if the Hub is unreachable. The Hub's
-    environment variables (HF_HOME, HF_TOKEN, ...) apply. Raise SourceError (a ValueError) if neither the Hub nor the
-    cache has the data set."""
+    """Load a data set from the Hub, or from the local cache. Raise SourceError (a ValueError) if neither has it."""
     if check_on_hub(name, "dataset", "dataset_name or data_path"):
         return _datasets_library(name).load_dataset(name, subset, split=split or "train")
     try:

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 
 class RawDataset:
-    """The base class of all data sets. A subclass sets `task_name` and `dataset`, then calls `split_train_validation`.
-    `val_dataset` has the rows that are held out for validation, if any."""
+    """The base class of data sets. A subclass sets `task_name` and `dataset`, then calls `split_train_validation`."""
 
     data_config: DatasetConfig | Mapping[str, object]
     dataset: ListDataset | Dataset
@@ -44,8 +43,7 @@ class RawDataset:
     eval_split: str | None = None  # the split that an evaluation uses if the configuration names none
 
     def split_train_validation(self, test_size: float | int, seed: int) -> None:
-        """Move `test_size` rows (a count, or a fraction; 0: none), drawn at random by `seed`, from the attribute
-        `dataset` to the attribute `val_dataset`."""
+        """Move `test_size` rows (a count, or a fraction; 0: none), drawn by `seed`, from `dataset` to `val_dataset`."""
         if test_size and test_size > 0:
             split = self.dataset.train_test_split(test_size=test_size, seed=seed)
             self.dataset, self.val_dataset = split["train"], split["test"]

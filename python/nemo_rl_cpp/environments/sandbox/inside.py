@@ -43,8 +43,7 @@ class Job:
 
 
 def guarded(job: Job, work: Callable[[Job], None]) -> NoReturn:
-    """Call `work(job)` and then end this forked process, so that it never returns to the code that forked it. Write an
-    exception to the descriptor `job.status`."""
+    """Call `work(job)`, report an exception to `job.status`, and end this forked process."""
     try:
         work(job)
     except MemoryError:

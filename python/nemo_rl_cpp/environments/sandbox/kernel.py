@@ -88,7 +88,7 @@ def die_with_parent() -> None:
 
 
 def close_at_exec(first: int) -> None:
-    """Mark all file descriptors from `first` on, including inherited ones, to be closed at exec."""
+    """Mark all file descriptors from `first` on to be closed at exec."""
     syscall("close_range", ctypes.c_uint(first), ctypes.c_uint(0xFFFFFFFF), ctypes.c_uint(4))  # CLOSE_RANGE_CLOEXEC
 
 

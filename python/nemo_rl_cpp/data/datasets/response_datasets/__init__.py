@@ -17,8 +17,7 @@ _OF_THE_EVAL_SECTION = frozenset({"max_input_seq_length", "shuffle", "num_worker
 
 
 def register_dataset(dataset_name: str, cls: type[RawDataset], keys: tuple[str, ...] = ()) -> None:
-    """Register a data set by a name that configurations can use. `keys` are the keys that it takes in addition to the
-    common ones. Raise ValueError if the name is taken."""
+    """Register a data set with its keys beyond the common ones. Raise ValueError if the name is taken."""
     DATASET_REGISTRY.add(dataset_name, DatasetEntry(cls, keys))
 
 
@@ -40,8 +39,8 @@ def dataset_class(dataset_name: str) -> type[RawDataset]:
 
 
 def check_dataset_config(data_config: dict[str, object], further: frozenset[str] = frozenset()) -> type[RawDataset]:
-    """Return the class that `dataset_name` selects. Raise ValueError for an unknown key: one that is neither common to
-    all data sets, nor a key of this class, nor in `further`. The keys of a custom class are not checked."""
+    """Return the class that `dataset_name` selects. Raise ValueError for a key that is neither common to all data sets,
+    nor of this class, nor in `further`. The keys of a custom class are not checked."""
     if "dataset_name" not in data_config:
         raise ValueError("data: the section lacks dataset_name (a known name, ResponseDataset, or a dotted class path)")
     name = str(data_config["dataset_name"])

@@ -29,8 +29,8 @@ def check_verifiers(what: str) -> None:
 
 @cache
 def tasks_of(taskset: str, limit: int | None = None) -> list[Task]:
-    """Return the first `limit` tasks of a task set. `taskset` is the JSON of its configuration, a mapping with `id`.
-    Raise ValueError if verifiers has no such task set, or if it is endless and there is no limit."""
+    """Return the first `limit` tasks of a task set, the JSON of a mapping with `id`. Raise ValueError if verifiers has
+    no such task set, or if it is endless and there is no limit."""
     check_verifiers("a task set")
     from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
@@ -45,9 +45,7 @@ def tasks_of(taskset: str, limit: int | None = None) -> list[Task]:
 
 
 class VerifiersDataset(RawDataset):
-    """The first `num_samples` tasks of a task set of `verifiers`, one per row. `taskset` is the task set's id, or a
-    mapping with `id` and settings.
-
+    """The first `num_samples` tasks of a task set of `verifiers`: its id, or a mapping with `id` and settings.
     `split_validation_size`, a count or a fraction, holds out the last tasks for validation."""
 
     task_name = "verifiers"
@@ -82,9 +80,7 @@ class VerifiersDataset(RawDataset):
 
 class NemoGymDataset(RawDataset):
     """A JSON Lines file of NeMo Gym, each row `repeat` times. A row has `responses_create_params`, whose `input` is the
-    prompt, and `agent_ref` or `task_source`. The environment `nemo_gym` gets the row unchanged.
-
-    `split_validation_size` rows (a count, or a fraction), chosen by `seed`, become the validation set."""
+    prompt, and `agent_ref` or `task_source`. The environment `nemo_gym` gets the row unchanged."""
 
     task_name = "nemo_gym"
     default_processor = "nemo_gym_data_processor"

@@ -23,7 +23,7 @@ def held_out_count(size: float, rows: int) -> int:
 
 
 class GeneratedDataset(RawDataset, ABC):
-    """The base class of data sets whose rows a program generates. `split` is "train" or "validation". `val_dataset` has
+    """The base class of generated data sets. `split` is "train" or "validation". `val_dataset` has
     `split_validation_size` rows of the validation split; a fraction is relative to the number of training rows."""
 
     default_processor = "raw_completion_data_processor"
@@ -47,8 +47,7 @@ class GeneratedDataset(RawDataset, ABC):
 
     @abstractmethod
     def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
-        """Return `num_samples` generated rows (None: all) of the training split, or of the validation split if
-        `held_out`."""
+        """Return `num_samples` rows (None: all) of the training split, or of the validation split if `held_out`."""
 
     def row(self, prompt: str, answer: str | None, stop: str | None, **extra: object) -> Row:
         row: Row = {"messages": question_and_answer(prompt, answer), "task_name": self.task_name}
@@ -90,8 +89,8 @@ class ArithmeticDataset(GeneratedDataset):
     """Sums as plain text: `num_shots` solved lines `a + b = c`, then `a + b = `, which the response completes.
 
     Numbers are from 1 to `max_number`. a + b and b + a belong to the same split. Without `num_samples`, every pair of
-    the split occurs once. The prompt ends with the space after "=". Tokenizers that split numbers into digits keep that
-    space as a separate token, so the prompt ends at a token boundary, and the first sampled token is a digit."""
+    the split occurs once. Tokenizers that split numbers into digits keep the space after "=" as a token, so the first
+    sampled token is a digit."""
 
     task_name = "arithmetic"
 
@@ -242,8 +241,7 @@ class PythonFunctionsDataset(GeneratedDataset):
 
 class GuessNumberDataset(GeneratedDataset):
     """Games in which the policy guesses a number from `min_number` to `max_number`, which replace `{low}` and `{high}`
-    in the prompt. The prompt does not depend on the secret number, so training and validation have the same games. A
-    secret number repeats only after every other has occurred."""
+    in the prompt. Training and validation have the same games. A secret repeats only after every other has occurred."""
 
     task_name = "guess_number"
 

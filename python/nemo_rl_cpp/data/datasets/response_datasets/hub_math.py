@@ -12,10 +12,8 @@ from nemo_rl_cpp.data.interfaces import Row
 
 
 class HubSource(NamedTuple):
-    """The description of a data set on the Hub. `question` and `answer` are each the name of a column, or a function of
-    the row.
-
-    For multiple-choice questions `answer` returns (the options in display order, the index of the correct one)."""
+    """A data set on the Hub. `question` and `answer` are each the name of a column, or a function of the row; for
+    multiple-choice questions `answer` returns (the options in display order, the index of the correct one)."""
 
     repository: str
     question: str | Callable[[Row], str] = "problem"
@@ -80,10 +78,8 @@ SOURCES = {
 
 
 class HubDataset(RawDataset):
-    """A data set of `SOURCES`. Rows become {"messages": [user, assistant], "task_name"}.
-
-    `split` overrides the default split, and `repeat` repeats the rows, because small test sets are noisy.
-    `split_validation_size` and `seed` have the same meaning as in ResponseDataset."""
+    """A data set of `SOURCES`. `split` overrides the default split, and `repeat` repeats the rows, because small test
+    sets are noisy. `split_validation_size` and `seed` have the same meaning as in ResponseDataset."""
 
     def __init__(
         self, dataset_name: str, split: str | None = None, split_validation_size: float = 0, seed: int = 42,
@@ -126,8 +122,8 @@ class GSM8KDataset(HubDataset):
 
 
 class HubMultichoiceDataset(HubDataset):
-    """A multiple-choice data set of `SOURCES`. Its rows {"question", "options": {letter: text or None}, "answer":
-    letter, "messages", "task_name"} fit `multichoice_qa_processor` and the processors that read "messages"."""
+    """A multiple-choice data set. Its rows {"question", "options": {letter: text or None}, "answer": letter,
+    "messages", "task_name"} fit `multichoice_qa_processor` and the processors that read "messages"."""
 
     default_processor = "multichoice_qa_processor"
 

@@ -31,12 +31,11 @@ def task_name_of(data_path: str) -> str:
 class ResponseDataset(RawDataset):
     """Rows with a question under `input_key` and an answer under `output_key`, or with complete conversations.
 
-    `data_path`, `subset` and `split` are the arguments of `load_dataset_from_path`. `split_validation_size` rows (a
-    count, or a fraction), chosen by `seed`, become the validation set.
+    `split_validation_size` rows (a count, or a fraction), chosen by `seed`, become the validation set.
 
-    A question is a string or a conversation, which is a list of {"role", "content"} or of {"from", "value"}. Keys may
-    be dotted (`reward_model.ground_truth`). If `input_key` is not set, a column "messages" or "conversations" is used
-    as the conversation. A conversation that ends with an assistant message includes its answer.
+    A question is a string or a conversation (see `conversation_of`). Keys may be dotted (`reward_model.ground_truth`).
+    If `input_key` is not set, a column "messages" or "conversations" is the conversation, which may end with the
+    answer.
 
     Rows become {"messages": [..., user, assistant], "task_name"}. The constructor raises ValueError with file, row
     (from 1) and key for a row of any other form."""

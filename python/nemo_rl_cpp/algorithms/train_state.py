@@ -67,19 +67,15 @@ class TrainState:
         """End the run after the current step. If called again, keep the first reason."""
         self.stop_reason = self.stop_reason or reason
 
-    def note_metric(self, value: float, higher_is_better: bool = True) -> bool:
+    def note_metric(self, value: float, higher_is_better: bool = True) -> None:
         """Record `value` if it is the best value of the checkpoint metric so far; NaN is never the best."""
-        if value != value:
-            return False
         best = self.best_metric
-        if best is None or (value > best if higher_is_better else value < best):
+        better = best is None or (value > best if higher_is_better else value < best)
+        if better and value == value:
             self.best_metric, self.best_metric_step = float(value), self.total_steps
-            return True
-        return False
 
     def to_training_info(self, metric: dict[str, float] | None = None) -> dict[str, object]:
-        """Return the content of training_info.json, with the entries of `metric`; without `val_reward` if it is
-        None."""
+        """Return the content of training_info.json, with the entries of `metric`; without `val_reward` if None."""
         info = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("saved", True)}
         if info["val_reward"] is None:
             del info["val_reward"]

@@ -17,8 +17,6 @@ from nemo_rl_cpp.config.data import QUICK_DATASETS
 from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, adapter_sizes, is_experts
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import TrainedModelConfig
-from nemo_rl_cpp.dotted_names import is_user_defined
-from nemo_rl_cpp.hub.sources import TINY_RANDOM, local_folder
 from nemo_rl_cpp.loggers.folders import foreseen_experiment_dir
 from nemo_rl_cpp.models import memory
 from nemo_rl_cpp.models.budget import budget_text
@@ -31,9 +29,6 @@ from .folders import newest_checkpoint
 _MOST_BYTES = 64 * 2**20
 """The size in bytes above which a data file's lines are not counted for the banner, because that would take long."""
 
-_MOST_MEASURED = 100_000_000
-"""Parameters of a layer above which a measurement takes more than a moment, and with their optimizer state much memory."""
-
 
 def banner_lines(config: WholeConfig) -> Iterator[str]:
     """Yield the first lines of a run, the slowest to compute last. Unknown values are omitted."""
@@ -41,27 +36,6 @@ def banner_lines(config: WholeConfig) -> Iterator[str]:
     yield config.title if training else f"Evaluation of {config.generation.model_name}"
     for name, text in _training(config) if training else _evaluation(config):
         yield f"  {name:<10}{text}"
-
-
-def has_time_forecast(config: WholeConfig) -> bool:
-    """Return whether the time of a step can be forecast: only the native core of this process computes, on the CPU, for
-    rollouts of one turn and a loss of this package, and a layer is small enough to measure."""
-    if not isinstance(config, TrainMasterConfig) or config.cluster.device != "cpu" or config.cluster.has_workers:
-        return False
-    loop, generation = config.loop, config.policy.generation
-    elsewhere = engines_of(config) or generation.runs_vllm or generation.expose_http_server
-    more = loop.beside_training.enabled or loop.max_rollout_turns > 1 or loop.adv_estimator.name == "remax"
-    unknown = is_user_defined(config.loss_fn.name) or getattr(config.loss_fn, "score_centering_k", None) is not None
-    if elsewhere or more or unknown or config.algorithm == "distillation" or config.teachers:
-        return False
-    for model in config.trained_models().values():
-        sizes = model_sizes(model.model_name, model.hf_config_overrides)
-        most, folder = _MOST_MEASURED * (1 if model.lora is None else 4), local_folder(model.model_name)
-        if model.model_name != TINY_RANDOM and (folder is None or not (folder / "config.json").is_file()):
-            return False
-        if model.backend != "native" or sizes is None or sizes.parameters > most * sizes.num_hidden_layers:
-            return False
-    return True
 
 
 def _training(config: TrainMasterConfig) -> Iterator[tuple[str, str]]:

@@ -37,8 +37,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _check_counts(config: TrainMasterConfig, counts: dict[str, int | None]) -> Iterator[Finding]:
-    """Yield a problem if a data loader would have fewer rows than a batch. `counts`: rows of each data set, if
-    known."""
+    """Yield a problem if a data loader would have fewer rows than a batch. `counts`: rows of each data set."""
     batch_size = config.loop.prompts_per_round
     if config.data.use_multiple_dataloader:
         batch_size = config.data.num_prompts_per_dataloader or batch_size

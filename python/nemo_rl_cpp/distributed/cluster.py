@@ -144,8 +144,7 @@ class WorkerGroup:
         return [workers.call(rank, self._target, method_name, payload) for rank in range(self.cluster.world_size())]
 
     def call_all(self, method_name: str, *args: object, **kwargs: object) -> list:
-        """Call a method on all workers concurrently, and return the results in rank order. If a rank fails, raise an
-        error that names it."""
+        """Call a method on all workers concurrently; return the results by rank. An error names the failed rank."""
         return self.cluster.workers.wait(self.run_all_workers_single_data(method_name, *args, **kwargs))
 
     def call_for_one_value(self, method_name: str, *args: object) -> object:

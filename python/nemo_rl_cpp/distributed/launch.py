@@ -410,8 +410,7 @@ class ProcessWorkers(Workers):
 
 
 def rendezvous_store(host: str, deadline: float) -> TCPStore:
-    """Return a TCP store on a free port of `host`, for the rendezvous of the ranks, with this timeout of each
-    operation."""
+    """Return a TCP store on a free port of `host` for the ranks' rendezvous, with this timeout of each operation."""
     import torch.distributed as dist
 
     return dist.TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=deadline), wait_for_workers=False)

@@ -210,8 +210,7 @@ class RayWorkers(Workers):
         return self._ray.remote(ActorWorker).options(**options).remote()
 
     def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
-        """Start and return a call (see `Workers.call`). The listener is ignored: an actor reports no events before its
-        call ends."""
+        """Start and return a call (see `Workers.call`). The listener is ignored: an actor reports no events."""
         what = method.strip("_")
         if not self._actors:
             call = WorkerCall(rank, self._count, what, role=self._role)

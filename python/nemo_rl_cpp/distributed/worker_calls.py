@@ -158,8 +158,7 @@ class Workers(Protocol):
     host: str
 
     def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
-        """Start and return a call of `method` of object number `target` on rank `rank`. `payload` is the pickled (args,
-        kwargs)."""
+        """Start and return a call of `method` of object `target` on rank `rank`. `payload`: pickled (args, kwargs)."""
 
     def wait(self, calls: Sequence[WorkerCall]) -> list:
         """Wait for `calls`, which the ranks run together, and return their results in the same order.

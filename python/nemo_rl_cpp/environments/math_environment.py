@@ -31,8 +31,7 @@ _VERIFIERS: dict[str, type] = {
 
 
 class MathEnvironment(VerifyingEnvironment[GroundTruth]):
-    """An environment that gives reward 1 if the joined text of the model's messages matches the ground truth, otherwise
-    0."""
+    """An environment that gives reward 1 if the text of the model's messages matches the ground truth, else 0."""
 
     scores_rows_alone = True
 

@@ -103,8 +103,7 @@ class Base:
             raise UserError(f"{what} has {len(tokens)} tokens, this model's sequences at most {self.max_length - room}")
 
     def check_vocabulary(self, least: int, most: int, what: str) -> None:
-        """Raise UserError, in which `what` names the tokens, unless ids from `least` to `most` are in the
-        vocabulary."""
+        """Raise UserError, in which `what` names the tokens, if an id from `least` to `most` is no token."""
         if not 0 <= least <= most < self.vocab_size:
             raise UserError(f"{what} holds a token that is not in the vocabulary of {self.vocab_size}")
 

@@ -16,8 +16,8 @@ from nemo_rl_cpp.algorithms.step_time import (
     measured_step_time,
     step_time,
 )
-from nemo_rl_cpp.checks import has_time_forecast
 from nemo_rl_cpp.checks.data import Lengths, mean_lengths
+from nemo_rl_cpp.commands.runs import has_time_forecast
 from nemo_rl_cpp.config import load_distillation_config, load_grpo_config, load_ppo_config, load_sft_config
 from nemo_rl_cpp.models.model_folder import tiny_random
 from tiny import EXPERTS, LATENT, MAMBA2, RECURRENT, shaped

@@ -31,10 +31,14 @@ def test_train_state_finishes_at_the_epoch_limit_and_keeps_the_first_stop_reason
 
 def test_train_state_replaces_the_best_validation_metric_only_with_a_better_value():
     state = TrainState(total_steps=10)
-    assert not state.note_metric(float("nan"))
-    assert state.note_metric(0.5) and not state.note_metric(0.5) and state.note_metric(0.7)
+    for value in (float("nan"), 0.5, 0.7, 0.6):
+        state.note_metric(value)
     assert (state.best_metric, state.best_metric_step) == (0.7, 10)
-    assert TrainState(best_metric=0.5).note_metric(0.4, higher_is_better=False)
+    state.total_steps = 20
+    state.note_metric(0.7)
+    assert state.best_metric_step == 10
+    state.note_metric(0.4, higher_is_better=False)
+    assert (state.best_metric, state.best_metric_step) == (0.4, 20)
 
 
 def test_train_state_is_restored_from_a_checkpoint_without_stop_reason_and_step_limit():

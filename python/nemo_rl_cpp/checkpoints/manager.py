@@ -256,21 +256,21 @@ class CheckpointManager:
 
     # ---------------------------------------------------------------- cleaning up
 
-    def recover(self) -> list[str]:
-        """Finish or remove what a crash during a save has left, and return a description of each action.
+    def recover(self) -> None:
+        """Finish or remove what a crash during a save has left, and warn of each action.
 
         A sealed `tmp_step_N` is published, an unsealed one removed. An `old_step_N` without `step_N` becomes it again.
         A `step_N` whose files or sizes differ from its manifest becomes `corrupt_step_N`; one without a manifest, of
         another program, stays until a save needs its name. Do nothing during a save, or in a folder that is locked or
         read-only."""
         if not self.checkpoint_dir.is_dir() or self._saving:
-            return []
+            return
         with ExitStack() as stack:
             try:
                 stack.enter_context(self._locked())
             except (OSError, RuntimeError):
-                return []
-            return _recover(self.checkpoint_dir)
+                return
+            _recover(self.checkpoint_dir)
 
     def _thin_out(self) -> None:
         """Remove all checkpoints but the latest, the newest `ft_keep_latest_k`, and the best `keep_top_k` (null: all)
@@ -339,8 +339,8 @@ def _quick_problem(path: Path) -> str | None:
     return None if isinstance(info, dict) else f"{TRAINING_INFO} holds no mapping"
 
 
-def _recover(root: Path) -> list[str]:
-    """Finish or remove what a crash during a save has left in `root`. Warn of each action, and return the warnings."""
+def _recover(root: Path) -> None:
+    """Finish or remove what a crash during a save has left in `root`, and warn of each action."""
     done = [text for prefix, step, path in _folders(root) if (text := _recover_one(prefix, step, path))]
     for prefix, _, path in _folders(root):
         if prefix == "" and (problem := _quick_problem(path)) is not None:
@@ -350,7 +350,6 @@ def _recover(root: Path) -> list[str]:
                 done.append(f"left {path.name} as it is: {problem}")
     for text in done:
         warnings.warn(f"{root}: {text}", stacklevel=4)
-    return done
 
 
 def _recover_one(prefix: str, step: int, path: Path) -> str | None:

@@ -188,8 +188,7 @@ class PassAtKAdvantageEstimator(_SampleEstimator):
         return torch.tensor(pairs, dtype=samples.rewards.dtype)[group, (~is_right).long()]
 
     def _of_group(self, total: int, wrong: int) -> tuple[float, float]:
-        """Return the advantages of a correct and of a wrong response in a group of `total`, of which `wrong` are
-        wrong."""
+        """Return the advantages of a correct and of a wrong response in a group of `total` with `wrong` wrong ones."""
         k = min(self.config.pass_k, total)
         passed = 1.0 - math.comb(wrong, k) / math.comb(total, k)
         sd = math.sqrt(passed * (1.0 - passed))

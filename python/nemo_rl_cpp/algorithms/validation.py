@@ -63,8 +63,7 @@ class Validator:
         return sorted({*rollout_names, *OWN_METRICS}) if mine == theirs else None
 
     def due(self, step: int, is_last: bool) -> bool:
-        """Return whether to validate after step `step`, counted from 1. `is_last`: whether the run ends with this
-        step."""
+        """Return whether to validate after step `step`, counted from 1. `is_last`: whether the run ends with it."""
         if is_last and self.loop.val_at_end:
             return True
         period = self.loop.val_period

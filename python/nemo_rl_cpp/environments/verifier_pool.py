@@ -107,8 +107,7 @@ class VerifierPool:
     pool."""
 
     def __init__(self, verifier: type, cfg: VerifierPoolConfig, warm_up: Mapping[str, object] | None = None) -> None:
-        """Start `cfg.num_workers` processes, at most as many as cores (or two), each of which calls
-        `verifier.warm_up`."""
+        """Start `cfg.num_workers` processes, at most one per core (or two), each of which calls `verifier.warm_up`."""
         if verifier.__module__ == "__main__" or "<locals>" in verifier.__qualname__:
             raise ValueError(
                 f"the verifier {verifier.__qualname__} must be importable by worker processes: put it into a module"

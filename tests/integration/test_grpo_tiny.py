@@ -126,7 +126,7 @@ def test_grpo_trains_identical_weights_with_reused_and_recomputed_logprobs_and_a
         assert max(ratios[0]) > 1.0  # later updates of a step are off-policy
 
 
-def test_backward_pass_is_skipped_for_groups_whose_rewards_are_all_equal(tmp_path):
+def test_backward_pass_is_skipped_for_groups_with_equal_rewards(tmp_path):
     run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=6", "loss_fn.reference_policy_kl_penalty=0")
     equal = [row["zero_std_groups"] > 0 for row in run.history]
     assert [row["zero_gradient_share"] > 0 for row in run.history] == equal and any(equal)
@@ -152,7 +152,7 @@ def with_a_fault(run):
     return run
 
 
-def test_bit_flip_in_the_weights_between_generation_and_training_ends_the_run_with_an_error(tmp_path):
+def test_flipped_weight_bit_between_generation_and_training_ends_the_run_with_an_error(tmp_path):
     run = with_a_fault(tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=4"))
     with pytest.raises(RuntimeError, match="the weights have changed between generation"):
         run.train()
@@ -160,7 +160,7 @@ def test_bit_flip_in_the_weights_between_generation_and_training_ends_the_run_wi
 
 
 @pytest.mark.parametrize("reuse", ["auto", "never"])
-def test_bit_flip_in_the_weights_raises_token_mult_prob_error_and_max_logprob_gap(tmp_path, reuse):
+def test_flipped_weight_bit_is_visible_in_token_mult_prob_error_and_max_logprob_gap(tmp_path, reuse):
     reused = f"policy.reuse_generation_logprobs={reuse}"
     run = with_a_fault(tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", reused))
     run.collector.refit.verify_before_training = lambda: None  # let the fault through to the metrics

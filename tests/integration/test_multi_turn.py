@@ -14,7 +14,7 @@ make, train = (partial(function, config="grpo_guess_number.yaml") for function i
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("packing", [True, False])
-def test_multi_turn_grpo_has_equal_generation_and_training_logprobs_in_every_turn(tmp_path, precision, packing):
+def test_generation_and_training_logprobs_are_equal_in_every_turn_of_multi_turn_grpo(tmp_path, precision, packing):
     run = train(
         tmp_path, *SMALL, "grpo.max_num_steps=5", f"policy.precision={precision}",
         f"policy.sequence_packing.enabled={packing}".lower(),

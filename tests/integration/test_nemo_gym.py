@@ -59,7 +59,7 @@ def test_nemo_gym_run_learns_and_excludes_samples_flagged_by_the_agent_from_trai
     assert (tmp_path / "ended").read_text() == "ended\n"
 
 
-def test_samples_flagged_by_a_nemo_gym_agent_are_trained_if_should_mask_flagged_samples_is_false(gym):
+def test_samples_flagged_by_a_nemo_gym_agent_are_trained_if_masking_is_disabled(gym):
     history = gym("grpo.max_num_steps=1", "++env.should_mask_flagged_samples=false")
     assert history[0]["digit_agent/mask_sample"] > 0 and history[0]["global_valid_toks"] == 32
 
@@ -70,7 +70,7 @@ def test_failed_nemo_gym_agent_rollouts_are_counted_and_the_error_is_printed(gym
     assert "NeMo Gym: ConnectionError: the agent does not answer" in capsys.readouterr().out
 
 
-def test_error_for_nemo_gym_servers_that_do_not_start_contains_the_end_of_their_log(gym):
+def test_error_for_nemo_gym_servers_that_fail_to_start_contains_the_end_of_the_server_log(gym):
     with pytest.raises(RuntimeError, match=r"NeMo Gym has ended .*FileNotFoundError: no_such_server"):
         gym("grpo.max_num_steps=1", "++env.nemo_gym.config_paths=[no_such_server]")
 

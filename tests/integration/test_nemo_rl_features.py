@@ -78,7 +78,7 @@ def test_critic_warm_start_loads_the_critic_weights_but_not_the_optimizer_state(
 
 
 @pytest.mark.parametrize("epochs, critic, expected", [(2, "null", (2, 2)), (1, 3, (1, 3)), (3, 1, (3, 1))])
-def test_critic_ppo_epochs_sets_how_often_the_critic_trains_on_each_batch(tmp_path, epochs, critic, expected):
+def test_critic_trains_critic_ppo_epochs_times_on_each_batch(tmp_path, epochs, critic, expected):
     run = tiny.make(
         tmp_path, *tiny.SMALL_PPO, f"ppo.ppo_epochs={epochs}", f"ppo.critic_ppo_epochs={critic}", "ppo.max_num_steps=1",
         "ppo.policy_training_start_step=0", config="ppo_tiny.yaml",

@@ -74,7 +74,7 @@ def test_configuration_keys_of_user_registered_components_are_checked_like_built
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_user_registered_components_appear_in_the_configuration_page_and_cannot_be_registered_twice(recipes):
+def test_user_registered_components_are_documented_and_cannot_be_registered_twice(recipes):
     page = document()
     for text in (
         "or best_of_group or a dotted name |", "| `adv_estimator.num_best` |", "### `env.even_digits`",

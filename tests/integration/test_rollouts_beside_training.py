@@ -87,7 +87,7 @@ def test_importance_ratio_of_async_grpo_reflects_only_weight_updates_since_gener
         assert row["sampling_importance_ratio"] != 1.0 and abs(row["sampling_importance_ratio"] - 1) < 0.1
 
 
-def test_weights_are_equal_with_and_without_force_on_policy_ratio_if_each_batch_has_one_update(tmp_path):
+def test_force_on_policy_ratio_does_not_change_the_weights_if_each_batch_has_one_update(tmp_path):
     """The correction is then of the weights that train over those that generated, as without it."""
     runs = [trained(tmp_path / str(i), 3, f"loss_fn.force_on_policy_ratio={i == 1}".lower()) for i in range(2)]
     assert runs[0][0] == runs[1][0]
@@ -95,7 +95,7 @@ def test_weights_are_equal_with_and_without_force_on_policy_ratio_if_each_batch_
     assert first == second
 
 
-def test_stale_samples_metric_counts_samples_that_dynamic_sampling_kept_for_a_later_step(tmp_path):
+def test_stale_samples_metric_counts_samples_kept_by_dynamic_sampling_for_a_later_step(tmp_path):
     with make(tmp_path, 2, "grpo.use_dynamic_sampling=true", "checkpointing.enabled=false") as run:
         run.train()
         assert [row["stale_samples"] for row in run.history] == [0, 32]
@@ -137,7 +137,7 @@ def test_run_that_keeps_the_kv_cache_after_weight_updates_is_equal_on_one_and_tw
     assert trained(tmp_path / "again", 4, *options, RECOMPUTE)[0] != one
 
 
-def test_each_token_records_the_weight_version_and_logprob_with_which_it_was_sampled(tmp_path):
+def test_each_sampled_token_records_its_weight_version_and_sampling_logprob(tmp_path):
     """With recompute_kv_cache_after_weight_updates: to the bit. So the importance ratios are those of the versions."""
     batches, options = [], ("checkpointing.save_period=1", "policy.precision=float32")
     with make(tmp_path, 3, *IN_FLIGHT, RECOMPUTE, *options) as run:

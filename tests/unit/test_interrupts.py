@@ -36,7 +36,7 @@ def test_second_interrupt_signal_ends_a_run_that_the_first_signal_asked_to_stop(
     assert signal.getsignal(number) is before
 
 
-def test_signals_that_the_parent_process_ignores_stay_ignored():
+def test_signals_ignored_by_the_parent_process_stay_ignored():
     """nohup: the run outlives its terminal."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -8,7 +8,7 @@ import pytest
 from nemo_rl_cpp.threads import SPIN_COUNT, bound_spinning, cores, threads_at_start
 
 
-def test_busy_waiting_of_openmp_threads_is_limited_unless_the_user_set_omp_wait_policy():
+def test_openmp_busy_waiting_is_limited_unless_the_user_sets_omp_wait_policy():
     environment = {}
     bound_spinning(environment)
     assert environment == {"GOMP_SPINCOUNT": str(SPIN_COUNT)}

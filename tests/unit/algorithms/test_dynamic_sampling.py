@@ -54,7 +54,7 @@ def test_dynamic_sampling_collects_unequal_reward_groups_over_batches_and_drops_
     assert sampler.cached_groups == 0
 
 
-def test_dynamic_sampling_selects_groups_by_rewards_before_shaping():
+def test_dynamic_sampling_selects_groups_by_their_rewards_before_reward_shaping():
     """Shaping that punishes length makes unequal rewards of equal ones, and the other way round."""
     batch = rollouts((1.0, 0.5), (0.0, 0.0))
     batch["unshaped_total_reward"] = torch.tensor([1.0, 1.0, 0.0, 1.0])

@@ -26,7 +26,7 @@ def train_batch(rewards, masks):
     return TrainBatch.of({"input_lengths": torch.full((size,), 2), **fields})
 
 
-def test_grpo_baseline_excludes_masked_samples_with_masked_reward_policy_exclude():
+def test_grpo_baseline_ignores_masked_samples_if_masked_rewards_are_excluded():
     batch = train_batch([0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0])  # the first was cut off
     included = advantages(batch)
     excluded = advantages(batch, masked_reward_policy="exclude")
@@ -61,7 +61,7 @@ CUT = ([0.0, 1.0, 1.0, 1.0], [True, False, False, False])
     ({"overlong_filtering": True, "masked_reward_policy": "exclude"}, 0),  # all that vote are right
     ({"masked_reward_policy": "exclude"}, 1),  # without filtering the truncated one has its gradient, and votes
 ])  # fmt: skip
-def test_dynamic_sampling_ignores_truncated_samples_with_masked_reward_policy_exclude(section, kept):
+def test_dynamic_sampling_ignores_truncated_samples_if_masked_rewards_are_excluded(section, kept):
     assert mixed_groups(*CUT, **section) == kept
 
 

@@ -80,7 +80,7 @@ def test_responses_with_invalid_tool_calls_or_thinking_tags_get_the_configured_a
     }  # fmt: skip
 
 
-def test_advantages_are_unchanged_if_no_advantage_for_invalid_messages_is_configured():
+def test_advantages_are_unchanged_if_invalid_messages_have_no_configured_advantage():
     batch, logs = both()
     assert overwrite_advantages(batch, logs, GRPOConfig().message_advantages) == {}
     assert batch.advantages.tolist() == list(range(9))

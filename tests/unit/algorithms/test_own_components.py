@@ -135,7 +135,7 @@ def test_error_for_a_failing_constructor_of_a_custom_component_names_the_compone
         make_estimator("grpo", config.loop.adv_estimator, config.loss_fn)
 
 
-def test_error_for_a_custom_estimator_argument_that_the_run_lacks_names_the_argument():
+def test_error_for_an_unavailable_argument_of_a_custom_estimator_names_the_argument():
     with pytest.raises(ValueError, match="to_go asks for values, but its inputs are prompt_ids, rewards, mask"):
         advantages(estimator(to_go))
 
@@ -143,7 +143,7 @@ def test_error_for_a_custom_estimator_argument_that_the_run_lacks_names_the_argu
 @pytest.mark.parametrize(
     "overrides", [["grpo.adv_estimator.kwargs={a:1}"], ["loss_fn.kwargs={a:1}"], ["loss_fn.name=reinforce"], ["loss_fn.name=a..b"]]
 )  # fmt: skip
-def test_keyword_arguments_for_a_custom_component_that_is_not_configured_are_an_error(overrides):
+def test_keyword_arguments_without_a_configured_custom_component_are_an_error(overrides):
     with pytest.raises(
         ConfigError, match="go to a class or function of yours|must be one of clipped_pg, .* a dotted name"
     ):

@@ -57,7 +57,7 @@ def test_only_the_critic_is_trained_before_policy_training_start_step(tmp_path):
     assert "train/loss" not in first and "train/critic/loss" in first and "train/loss" in last
 
 
-def test_all_ppo_epochs_train_with_the_values_and_returns_computed_after_the_rollout(tmp_path):
+def test_all_ppo_epochs_use_the_values_and_returns_computed_after_the_rollout(tmp_path):
     run = train(make(tmp_path, "ppo.max_num_steps=1", "ppo.ppo_epochs=2", "ppo.adv_estimator.normalize_advantages=false",
                      "ppo.adv_estimator.gae_lambda=1.0", respond=lambda prompt, key: "2" if key[2] < 2 else "1"))  # fmt: skip
     critic = run.critic.model.trained[0]

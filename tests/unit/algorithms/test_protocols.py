@@ -121,7 +121,7 @@ PAIRS = [(protocol, native) for protocol, natives in NATIVE.items() for native i
 
 
 @pytest.mark.parametrize(("protocol", "native"), PAIRS, ids=lambda cls: cls.__name__)
-def test_native_classes_implement_the_methods_of_their_protocol_with_equal_parameters(protocol, native):
+def test_classes_implement_every_method_of_their_typing_protocol_with_equal_parameters(protocol, native):
     for name in declared(protocol):
         own = next(vars(cls)[name] for cls in native.__mro__ if name in vars(cls))
         promised = inspect.getattr_static(protocol, name, None)

@@ -26,7 +26,7 @@ def test_advantages_are_unchanged_if_no_token_selection_is_configured():
     assert batch.advantages.tolist() == [1.0, -1.0, 2.0, 0.5]
 
 
-def test_kl_cov_penalises_the_tokens_with_the_largest_covariances():
+def test_kl_cov_penalises_only_the_tokens_with_the_largest_covariances():
     """The means of A and log p are 0 and -2.5, so the covariances are 3, -1.5, -1.5 and 3. A quarter of four tokens is
     one: of equal ones the first."""
     batch = batch_of([2.0, -3.0, 3.0, -2.0], [-1.0, -2.0, -3.0, -4.0])
@@ -65,7 +65,7 @@ def test_top_entropy_quantile_zeroes_the_advantages_of_all_lower_entropy_tokens(
     assert metrics == {"selected_tokens_share": pytest.approx(0.4)}
 
 
-def test_kl_cov_penalises_the_same_tokens_as_a_brute_force_search_finds():
+def test_kl_cov_penalises_the_tokens_that_a_brute_force_search_selects():
     random = torch.Generator().manual_seed(3)
     advantages, logprobs = torch.randn(60, generator=random).tolist(), torch.randn(60, generator=random).tolist()
     mask = (torch.rand(60, generator=random) < 0.7).float().tolist()

@@ -121,7 +121,7 @@ def test_training_responses_end_at_the_configured_stop_string(tmp_path):
     assert set(lengths) == {1} and result.config.policy.generation.stop_strings == list("0123456789=")
 
 
-def test_training_result_generates_greedily_by_default_and_samples_with_a_temperature(tmp_path):
+def test_training_result_generates_greedily_unless_a_temperature_is_given(tmp_path):
     result = run(tmp_path, num_steps=1)
     greedy = result.generate(["12="] * 8)
     assert len(set(greedy)) == 1 and result.generate(["12="] * 8, temperature=0) == greedy

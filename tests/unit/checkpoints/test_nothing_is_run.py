@@ -54,7 +54,7 @@ def resume(root):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_torch", [False, True], ids=["pickle", "torch.save"])
-def test_pickled_code_in_any_file_of_a_checkpoint_is_not_run(trained, root, tmp_path, with_torch):
+def test_loading_a_checkpoint_never_executes_pickled_code(trained, root, tmp_path, with_torch):
     """Sealed anew, so that only its content can give it away."""
     names = [name for name in every_file(root) if not name.endswith("manifest.json")]
     assert any("optimizer" in name for name in names) and any("tokenizer" in name for name in names)
@@ -92,7 +92,7 @@ def weights(root, tmp_path):
     return folder
 
 
-def test_code_named_by_json_files_of_a_model_folder_is_not_run(root, weights, tmp_path):
+def test_loading_a_model_folder_never_executes_code_named_in_its_json_files(root, weights, tmp_path):
     Tokenizer.from_pretrained(weights)
     open_model_folder(
         str(weights), {}, seed=0, value_head=False, max_length=16, length_key="x", key="y"

@@ -12,7 +12,7 @@ def lines_of(config):
     return title, {row[2:12].strip(): row[12:] for row in rows}
 
 
-def test_start_banner_lists_model_steps_device_memory_and_folders(tmp_path, monkeypatch):
+def test_start_banner_of_a_run_lists_model_steps_device_memory_and_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(banner, "cores", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     logs, saved = tmp_path / "logs", tmp_path / "results"

@@ -37,7 +37,7 @@ def save(folder, step):
         pass
 
 
-def test_preflight_check_of_usable_folders_gives_no_error_and_modifies_nothing(tmp_path):
+def test_preflight_check_of_writable_folders_gives_no_error_and_writes_no_files(tmp_path):
     assert list(folders.check(config_of(tmp_path))) == []
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "ck").mkdir()

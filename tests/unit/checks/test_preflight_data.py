@@ -55,7 +55,7 @@ def test_preflight_check_of_valid_data_gives_no_warning_or_error(found):
     assert found(rows(("1+1=", "2"), ("2+2=", "4"))) == []
 
 
-def test_error_for_a_data_set_smaller_than_a_batch_names_the_key_to_lower(found):
+def test_error_for_a_data_set_smaller_than_a_batch_names_the_configuration_key_to_lower(found):
     batch = ("grpo.num_prompts_per_step=3", "policy.train_global_batch_size=24")
     assert found(rows(*[("1+1=", "2")] * 3), *batch) == []
     [(level, key, message)] = found(rows(*[("1+1=", "2")] * 2), *batch)

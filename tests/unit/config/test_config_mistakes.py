@@ -251,7 +251,7 @@ def test_invalid_value_in_a_configuration_file_is_reported_with_key_and_line(cas
         assert word in str(caught.value)
 
 
-def test_all_errors_of_a_configuration_file_are_reported_at_once_in_line_order():
+def test_all_errors_of_a_configuration_file_are_reported_together_in_line_order():
     Path("bad.yaml").write_text(
         textwrap.dedent("""\
         grpo:

@@ -104,7 +104,7 @@ def test_override_can_set_a_schema_key_that_is_missing_in_the_file(small):
     assert config.positions["grpo.seed"] == "override '+grpo.seed=7'"
 
 
-def test_override_of_a_key_in_a_null_section_turns_the_section_into_a_mapping(small):
+def test_override_of_a_key_below_a_null_section_replaces_null_by_a_mapping(small):
     config = load_grpo_config(small, ["policy.optimizer.kwargs.lr=1e-3", "policy.megatron_cfg.enabled=false"])
     assert config.policy.effective_optimizer().lr == 1e-3
 
@@ -114,6 +114,6 @@ def test_override_of_a_key_in_a_null_section_turns_the_section_into_a_mapping(sm
     [["grpo.dapo_batch_multiplier=3"], ["grpo.batch_multiplier=3"], ["+grpo.dapo_batch_multiplier=3"], ["grpo={dapo_batch_multiplier: 3}"],
      ["grpo.dapo_batch_multiplier=3", "grpo.batch_multiplier=3"]],
 )  # fmt: skip
-def test_override_accepts_both_batch_multiplier_and_its_alias_dapo_batch_multiplier(small, overrides):
+def test_override_accepts_batch_multiplier_and_its_alias_dapo_batch_multiplier(small, overrides):
     config = load_grpo_config(small, ["grpo.use_dynamic_sampling=true", *overrides])
     assert config.grpo.batch_multiplier == 3

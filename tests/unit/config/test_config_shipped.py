@@ -63,7 +63,7 @@ def without_null(value):
 
 
 @pytest.mark.parametrize("name", NEMO_RL)
-def test_shipped_configurations_resolve_to_the_values_of_nemo_rl_except_for_listed_keys(name, tmp_path):
+def test_shipped_configurations_have_the_values_of_nemo_rl_except_for_listed_keys(name, tmp_path):
     """The same after inheritance and interpolation: NeMo RL's values, as one file without a parent, and ours resolved."""
     theirs = dict(NEMO_RL.get(PARENTS.get(name, ""), {}))
     for key, value in NEMO_RL[name].items():
@@ -135,7 +135,7 @@ def test_deprecated_key_name_in_a_child_file_overrides_the_current_name_in_the_p
     assert config.grpo.reward_scaling.target_min == -1.0
 
 
-def test_optimizer_and_schedule_are_taken_from_the_enabled_training_backend():
+def test_optimizer_and_schedule_settings_are_read_from_the_section_of_the_enabled_backend():
     dtensor = load_grpo_config("grpo_math_1B.yaml", ["policy.dtensor_cfg.activation_checkpointing=true"]).policy
     assert dtensor.effective_optimizer().lr == 5e-6
     rises = TorchStage("LinearLR", {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 50})
@@ -151,7 +151,7 @@ def test_optimizer_and_schedule_are_taken_from_the_enabled_training_backend():
     assert (megatron.policy.effective_max_grad_norm(), megatron.value.effective_max_grad_norm()) == (1.0, None)
 
 
-def test_omitted_configuration_keys_get_values_derived_from_other_keys(tmp_path):
+def test_omitted_configuration_keys_get_default_values_derived_from_other_keys(tmp_path):
     (tmp_path / "small.yaml").write_text(
         "policy: {model_name: m, max_total_sequence_length: 64, train_micro_batch_size: 2}\nloss_fn: {reference_policy_kl_penalty: 0}\n"
         "data: {train: {dataset_name: arithmetic}}\n"

@@ -25,7 +25,7 @@ def test_message_for_an_eight_gpu_configuration_states_devices_engine_time_and_m
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang", "megatron", "trtllm", "dynamo"])
-def test_every_generation_backend_name_of_nemo_rl_selects_the_native_engine(backend):
+def test_every_generation_backend_of_nemo_rl_is_replaced_by_the_native_engine(backend):
     config = load_grpo_config("grpo_tiny.yaml", [f"policy.generation.backend={backend}"])
     assert fold_text(config) == f"written for the engine {backend}: runs with the native engine; same mathematics"
 
@@ -71,7 +71,7 @@ def test_evaluation_configured_for_eight_devices_prints_a_message_on_one_device(
     assert text.startswith(f"written for 8 devices ({', '.join(sizes).replace('=', ' ')})")
 
 
-def test_check_and_dry_run_print_the_message_about_fewer_devices_only_once(capsys, tmp_path):
+def test_check_command_and_dry_run_print_the_message_about_fewer_devices_only_once(capsys, tmp_path):
     overrides = [*EIGHT, f"checkpointing.checkpoint_dir={tmp_path}", f"logger.log_dir={tmp_path}/logs"]
     for main, words in ((run_grpo_math.main, ["--dry-run"]), (cli.main, ["check"])):
         assert main([*words, "--config", "grpo_tiny.yaml", *overrides]) == 0
@@ -95,7 +95,7 @@ def test_configuration_built_in_python_gives_the_same_message_about_fewer_device
     assert capsys.readouterr().err == ""
 
 
-def test_dry_run_lists_each_configured_key_that_has_no_effect_once(capsys):
+def test_dry_run_lists_each_configured_key_without_effect_exactly_once(capsys):
     ignored = ["policy.generation.vllm_cfg.gpu_memory_utilization=0.9", "policy.dtensor_cfg._v2=false"]
     run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run", *ignored, "policy.model_name=tiny-random"])
     listed = capsys.readouterr().out.partition("Keys without effect here")[2]
@@ -112,7 +112,7 @@ def large_model(tmp_path, layers, optimizer=()):
     return load_grpo_config("grpo_math_1B.yaml", [f"policy.model_name={tmp_path}", *kwargs])
 
 
-def test_minimum_memory_of_a_run_is_weights_master_weights_gradients_and_adamw_moments(tmp_path, monkeypatch):
+def test_minimum_memory_of_a_run_covers_weights_master_weights_gradients_and_adamw_moments(tmp_path, monkeypatch):
     config = large_model(tmp_path, 1)
     query = 4096 * (2 * 4096 + 2 * 4096)
     parameters = query + 3 * 4096 * 16384 + 2 * 4096 + 2 * 150000 * 4096 + 4096

@@ -33,7 +33,7 @@ def test_sufficient_memory_budget_changes_only_the_memory_limit_for_reused_activ
     assert within_budget(plain) is plain and budget_text(plain) is None
 
 
-def test_smaller_memory_budgets_change_settings_in_the_documented_order():
+def test_decreasing_memory_budgets_change_settings_in_the_documented_order():
     rows = [chosen(gigabytes) for gigabytes in (6.2, 5.2, 4.7, 4.3, 3.9, 3.7, 3.5)]
     assert all(peak(row) <= row.policy.memory_budget_gb for row in rows)
     assert [settings(row) for row in rows] == sorted(map(settings, rows)) and len(set(map(settings, rows))) > 4
@@ -45,7 +45,7 @@ def test_smaller_memory_budgets_change_settings_in_the_documented_order():
         assert checked(row, GRPOMasterConfig) is row and within_budget(row).policy == row.policy
 
 
-def test_memory_budget_changes_no_key_that_is_set_in_the_same_file(tmp_path):
+def test_memory_budget_does_not_change_keys_set_in_the_same_file(tmp_path):
     assert chosen(4, "policy.train_micro_batch_size=16").policy.train_micro_batch_size == 16
     file = tmp_path / "own.yaml"
     file.write_text(

@@ -31,7 +31,7 @@ def grpo(*overrides):
     ((f"{STRATEGY}=optim_grads",), True, False),
     (("policy.overlap_grad_reduce=true",), False, True),
 ])  # fmt: skip
-def test_data_parallel_sharding_strategy_sets_gradient_sharding_and_overlap(overrides, sharded, beside):
+def test_data_parallel_sharding_strategy_enables_gradient_sharding_and_overlap(overrides, sharded, beside):
     policy = grpo(*overrides).policy
     assert (policy.shards_gradients, policy.overlaps_grad_reduce) == (sharded, beside)
 
@@ -53,7 +53,7 @@ def test_gradient_sharding_requires_overlap_grad_reduce():
     "sharing, advice",
     [(FSDP, f"{DDP}.use_custom_fsdp to false"), ((*MEGATRON, f"{STRATEGY}=optim_grads"), f"{STRATEGY} to optim")],
 )
-def test_gradient_sharding_with_megatrons_overlap_grad_reduce_false_is_an_error(sharing, advice):
+def test_gradient_sharding_is_an_error_if_megatrons_overlap_grad_reduce_is_false(sharing, advice):
     late = f"{DDP}.overlap_grad_reduce=false"
     with pytest.raises(ConfigError, match=f"{DDP}.overlap_grad_reduce is false.* set it to true, or {advice}"):
         grpo(*sharing, late)

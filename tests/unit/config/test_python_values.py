@@ -139,7 +139,7 @@ def test_configuration_values_assigned_after_construction_are_checked_before_the
             start()
 
 
-def test_changed_ppo_and_evaluation_configurations_are_checked_before_the_run():
+def test_ppo_and_evaluation_configurations_changed_in_python_are_checked_before_the_run():
     from nemo_rl_cpp.algorithms.build import build_run
     from nemo_rl_cpp.evals import eval as evals
 
@@ -166,7 +166,7 @@ def test_configuration_keeps_its_values_when_dumped_pickled_or_copied(load, name
     assert pickle.loads(pickle.dumps(config)).model_dump() == copy.deepcopy(config).model_dump() == tree
 
 
-def test_invalid_assignment_to_a_section_raises_immediately(tiny):
+def test_invalid_assignment_to_a_configuration_section_raises_immediately(tiny):
     config = GRPOMasterConfig(**tiny)
     with pytest.raises(ConfigError, match="^GRPOConfig: seed must be an integer, not 'x'$"):
         config.grpo.seed = "x"

@@ -136,7 +136,7 @@ def test_emulated_cuda_column_sums_match_float64_up_to_rounding(kernels, rows, d
 
 
 @pytest.mark.parametrize("n", [0, 5, 16384, 40001])
-def test_emulated_cuda_sum_of_squares_matches_float64(kernels, n):
+def test_emulated_cuda_sum_of_squares_matches_a_float64_reference(kernels, n):
     x, out = randn(n), torch.full((1,), math.nan, dtype=torch.float64)
     kernels.sum_of_squares(x, n, torch.zeros(3, dtype=torch.float64), out)
     assert float(out) == pytest.approx(float((x.double() ** 2).sum()), rel=1e-13)  # float64 in another order

@@ -46,7 +46,7 @@ def test_data_loader_visits_every_row_once_per_epoch_in_a_seeded_order(drop_last
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_data_loader_resumes_with_the_next_batch_at_every_position(num_workers):
+def test_data_loader_resumes_with_the_next_batch_from_every_position(num_workers):
     options = {"shuffle": True, "drop_last": True, "seed": 3}
     whole = loader(**options)
     expected = [batch for _ in range(3) for batch in whole]

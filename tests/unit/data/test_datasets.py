@@ -107,7 +107,7 @@ class MyDataset:
         self.processor = math_hf_data_processor
 
 
-def test_data_set_class_is_loaded_by_its_dotted_name():
+def test_data_set_class_is_loaded_by_its_dotted_python_name():
     section = {"dataset_name": f"{__name__}.MyDataset", "greeting": "hi"}
     assert load_response_dataset(section).dataset[0] == {"greeting": "hi"}
 

@@ -99,7 +99,7 @@ def conversation(*turns, **more):
     return {"messages": [{"role": role, "content": content} for role, content in turns], **more}
 
 
-def test_system_message_and_earlier_turns_of_a_row_are_kept_in_the_prompt(chat):
+def test_system_message_and_earlier_turns_of_a_data_row_are_kept_in_the_prompt(chat):
     chat.chat_template = BLOCKS
     row = conversation(("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
     spec = TaskDataSpec("t")
@@ -111,12 +111,12 @@ def test_system_message_and_earlier_turns_of_a_row_are_kept_in_the_prompt(chat):
     assert datum["extra_env_info"] == {"ground_truth": "d"}
 
 
-def test_system_message_in_a_row_together_with_a_system_prompt_file_is_an_error(chat, spec):
+def test_system_message_in_a_data_row_together_with_a_system_prompt_file_is_an_error(chat, spec):
     with pytest.raises(ValueError, match="system message of its own and system_prompt_file is set"):
         math_hf_data_processor(conversation(("system", "S"), ("user", "a"), ("assistant", "b")), spec, chat, None, 0)
 
 
-def test_tools_of_a_row_are_passed_to_the_chat_template(chat):
+def test_tool_definitions_of_a_data_row_are_passed_to_the_chat_template(chat):
     chat.chat_template = (
         "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
@@ -157,7 +157,7 @@ def test_multiple_choice_options_that_are_not_a_mapping_are_rejected():
             multichoice_qa_processor(row, spec, ByteTokenizer(), None, 0)
 
 
-def test_chat_template_error_with_a_transformers_tokenizer_names_the_row(hf_smollm2, monkeypatch):
+def test_chat_template_error_of_a_transformers_tokenizer_names_the_data_row(hf_smollm2, monkeypatch):
     monkeypatch.setattr(hf_smollm2, "chat_template", "{{ messages[0].content + 1 }}")
     words = "row 1 of the data: the chat template failed on these messages: TypeError"
     with pytest.raises(ChatTemplateError, match=words):

@@ -103,14 +103,14 @@ def test_environments_are_shut_down_if_the_data_cannot_be_loaded(smollm2, enviro
     assert environments == ["create math", "create digits", "shutdown math", "shutdown digits"]
 
 
-def test_data_sections_of_one_task_with_different_processors_are_an_error(smollm2):
+def test_data_sections_with_the_same_task_but_different_processors_are_an_error(smollm2):
     train = load_response_data(smollm2, data(train=[ARITHMETIC, {**ARITHMETIC, "max_number": 9}])).train
     assert len(train) == 24
     with pytest.raises(ValueError, match="task name 'arithmetic'"):
         load_response_data(smollm2, data(train=[ARITHMETIC, {**ARITHMETIC, "processor": "math_hf_data_processor"}]))
 
 
-def test_batches_of_a_data_section_have_prompt_lengths_and_resume_at_the_next_batch(smollm2, tmp_path):
+def test_data_loader_batches_contain_prompt_lengths_and_resume_at_the_next_batch(smollm2, tmp_path):
     train = load_response_data(smollm2, data(train=ARITHMETIC)).train
     batches = StatefulDataLoader(train, 4, shuffle=True, drop_last=True, seed=42, num_workers=1)
     iterator = iter(batches)

@@ -237,7 +237,7 @@ def test_named_chat_templates_and_special_tokens_stored_as_dictionaries_are_read
 
 
 @pytest.mark.slow
-def test_tiny_tokenizer_loads_in_transformers_with_the_same_16_ids(tmp_path):
+def test_tokenizer_of_the_tiny_random_model_loads_in_transformers_with_the_same_16_ids(tmp_path):
     from transformers import AutoTokenizer
 
     tiny_tokenizer().save_pretrained(tmp_path)
@@ -265,7 +265,7 @@ def test_setting_an_unknown_end_token_adds_the_token_to_the_vocabulary(tiny):
     assert tiny.decode(tiny.encode("1<end>"), skip_special_tokens=True) == "1"
 
 
-def test_get_tokenizer_accepts_default_named_inline_and_file_chat_templates(tmp_path, monkeypatch):
+def test_get_tokenizer_accepts_default_named_inline_and_file_based_chat_templates(tmp_path, monkeypatch):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "own:{{ messages[0].content }}"
     tokenizer.save_pretrained(tmp_path / "t")

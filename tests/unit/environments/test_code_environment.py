@@ -59,7 +59,7 @@ def test_code_environment_scores_functions_by_assert_statements(env):
     assert score(env, "def f(x): return x / 0", truth)[1].startswith("runtime_error: ZeroDivisionError")
 
 
-def test_programs_that_exit_early_or_fake_the_expected_results_score_zero(env):
+def test_programs_that_exit_early_or_fake_the_expected_output_score_zero(env):
     """Programs that end early, that print what looks like success, or that equal everything."""
     truth = ["assert f(2) == 4", "assert f(3) == 9"]
     assert score(env, "import os; os._exit(0)", truth)[0] == 0.0
@@ -124,7 +124,7 @@ SYNTAX_ERRORS = ["print(", " x", "(" * 300, "if 1:\n\tx\n        y", "x = '\udcf
 
 
 @pytest.mark.parametrize("program", SYNTAX_ERRORS)
-def test_response_that_is_not_valid_python_is_a_syntax_error(env, program):
+def test_response_that_is_not_valid_python_is_counted_as_a_syntax_error(env, program):
     assert score(env, program, DOUBLE) == (0.0, "syntax_error")
     assert score(env, program, ["assert f(2) == 4"]) == (0.0, "syntax_error")
 

@@ -106,7 +106,7 @@ def pid_of(ray, env):
 
 
 @pytest.mark.slow
-def test_environments_in_ray_actors_accept_the_calls_of_nemo_rl(ray):
+def test_environments_in_ray_actors_support_the_remote_calls_of_nemo_rl(ray):
     """`Class.remote(cfg)`, `env.step.remote`, `ray.get`; an actor that is lost once, which begins its metrics anew; its
     constructor's own errors."""
     here = MathEnvironment({"num_workers": 1})

@@ -115,7 +115,7 @@ def test_errors_of_an_evaluation_name_evaluation_keys_and_not_training_keys(caps
     assert "configs/evals/arithmetic_smollm2.yaml" in shown
 
 
-def test_errors_of_the_generate_command_name_no_configuration_key(capsys, monkeypatch):
+def test_errors_of_the_generate_command_do_not_mention_configuration_keys(capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", "empty")
     assert cli.main(["generate", "--model", "./nowhere", "text"]) == 2
@@ -140,7 +140,7 @@ def test_commands_exit_with_status_2_for_user_mistakes_and_1_for_failures(capsys
     assert outcome.status == 1 and "ValueError" in Path(re.search(r"\(details: (.*)\)", shown)[1]).read_text()
 
 
-def test_warnings_are_printed_as_one_line_without_file_and_code():
+def test_warnings_are_printed_in_one_line_without_file_name_and_source_line():
     before = warnings.formatwarning
     with _plain_warnings():
         line = warnings.formatwarning(UserWarning("two\nlines"), UserWarning, "observe.py", 65)

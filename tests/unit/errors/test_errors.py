@@ -87,7 +87,7 @@ def test_keyboard_interrupt_in_a_reward_function_is_raised_unchanged():
     assert type(caught(scored, reward)) is KeyboardInterrupt
 
 
-def test_error_inside_a_library_is_reported_at_the_line_of_user_code_that_called_it():
+def test_error_inside_a_library_is_reported_with_the_calling_line_of_user_code():
     def reward(completions):
         return torch.zeros(2) @ torch.zeros(3)
 
@@ -104,7 +104,7 @@ def test_error_in_an_installed_reward_function_names_its_file_and_line(tmp_path,
     assert isinstance(error, KeyError) and "installed_rewards.py:2); the samples have no column 'answer'" in str(error)
 
 
-def test_errors_raised_by_this_package_are_reported_unchanged():
+def test_errors_raised_by_the_package_itself_are_reported_unchanged():
     error = caught(scored, lambda completions: [1.0, 2.0])
     assert user_place(error) is None and type(error) is ValueError
     assert one_sentence(error) == "reward function <lambda> returned 2 rewards for 1 completions"

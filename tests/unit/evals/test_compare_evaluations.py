@@ -44,7 +44,7 @@ def test_score_difference_of_two_evaluations_is_computed_from_paired_prompts(tmp
     assert "chance" not in difference(worse, better) and difference(one, one).endswith("difference +0.0000")
 
 
-def test_compare_command_compares_each_further_evaluation_with_the_first(tmp_path):
+def test_compare_command_compares_every_evaluation_with_the_first_one_given(tmp_path):
     given = {"a": BEFORE, "b": AFTER, "c": BEFORE}
     folders = [folder(tmp_path / name, rewards, f"model {name}") for name, rewards in given.items()]
     (tmp_path / "c" / "config.json").write_text(json.dumps({"model_name": "c", "num_tests_per_prompt": 2, "seed": 7}))

@@ -178,7 +178,7 @@ def test_majority_vote_cons_at_k_scores_the_most_frequent_answer(capsys):
     assert "metric=cons@3" in capsys.readouterr().out
 
 
-def test_evaluation_prints_environment_metrics_and_wrong_responses(capsys):
+def test_evaluation_prints_environment_metrics_and_incorrect_responses(capsys):
     result = sums("pass@k")
     assert result.metrics["well_formed"] == pytest.approx(4 / 6)
     printed = capsys.readouterr().out

@@ -60,7 +60,7 @@ def test_text_generator_and_policy_round_weights_to_bfloat16_identically(folder)
     assert text.token_ids == engines_ids(make_policy("bfloat16"), greedy=True)
 
 
-def test_streamed_pieces_of_a_response_concatenate_to_the_whole_text(folder):
+def test_streamed_pieces_of_a_response_concatenate_to_the_full_text(folder):
     pieces = []
     done = TextGenerator(folder).generate(PROMPT, max_new_tokens=12, on_text=pieces.append)
     whole = tiny_tokenizer().decode(done.token_ids, skip_special_tokens=True)

@@ -129,7 +129,7 @@ def test_tokens_of_probability_zero_are_never_sampled_even_at_extreme_random_num
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("rule", [{}, {"top_k": 5}, {"top_p": 0.9}, {"greedy": True}], ids=str)
-def test_sampling_from_non_finite_logits_returns_no_token(bad, rule):
+def test_sampling_from_non_finite_logits_returns_an_invalid_token(bad, rule):
     logits = torch.randn(3, 100)
     logits[1, 50] = bad
     tokens, _, _ = C.sample_rows(logits, torch.full((3,), 0.5, dtype=torch.float64), C.SamplingRule(**rule))

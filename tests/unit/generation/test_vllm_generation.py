@@ -100,7 +100,7 @@ def test_vllm_server_that_does_not_start_is_an_error_and_leaves_no_process(mode,
 
 
 @starts_processes
-def test_error_for_a_killed_vllm_server_names_the_signal(tmp_path):
+def test_error_for_a_killed_vllm_server_names_the_signal_that_killed_the_server(tmp_path):
     policy = policy_of(vllm_server_stand_in.interpreter(tmp_path, "killed"), stop_token_ids=[])
     engine = engine_of(policy)
     engine.update_weights(policy.state_dict(), 1)

@@ -1,7 +1,7 @@
 from nemo_rl_cpp.algorithms.validation import choose_samples, print_samples
 
 
-def test_samples_chosen_for_printing_range_from_best_to_worst_reward():
+def test_printed_samples_range_from_the_best_to_the_worst_reward():
     assert choose_samples([1, 2, 3], 5) == [0, 1, 2]
     assert choose_samples([0.0, 5.0, 3.0, 4.0, 1.0], 2) == [1, 0]
     assert choose_samples([0.0, 5.0, 3.0, 4.0, 1.0], 3) == [1, 2, 0]

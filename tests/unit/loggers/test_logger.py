@@ -79,7 +79,7 @@ def test_tensorboard_logger_skips_non_numeric_values_with_one_warning(tmp_path, 
     assert events(tmp_path / "tensorboard") == [("x", 1, 1.0), ("x", 2, 2.0)]
 
 
-def test_logged_hyperparameters_hide_secrets(tmp_path):
+def test_secrets_are_hidden_in_logged_hyperparameters(tmp_path):
     given = {"wandb": {"api_key": "s3cret", "project": "p"}, "stop_token_ids": [2], "pad_token": "<pad>"}
     with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
         logger.log_hyperparams(given)

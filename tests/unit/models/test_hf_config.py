@@ -157,7 +157,7 @@ def test_each_layer_uses_the_rope_table_of_its_attention_type_or_no_rope():
     assert (full[0][1], local[0][1]) == pytest.approx((9**-0.25, 4**-0.25))
 
 
-def test_model_config_determines_which_layers_have_experts_and_their_tensor_shapes():
+def test_model_config_determines_the_moe_layers_and_the_shapes_of_their_tensors():
     config = QWEN | {
         "model_type": "qwen2_moe", "hidden_size": 256, "num_local_experts": 6, "mlp_only_layers": [1],
         "decoder_sparse_step": 2,

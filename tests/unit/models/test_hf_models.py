@@ -239,7 +239,7 @@ def test_bfloat16_reference_model_keeps_its_float32_rope_buffers(llama):
 
 
 @pytest.mark.parametrize("model_type", ["phi", "gpt_neox"])
-def test_critic_is_initialised_with_the_transformer_layers_of_a_language_model(model_type, tmp_path):
+def test_critic_can_be_initialised_from_the_layers_of_a_language_model(model_type, tmp_path):
     hf_policy(model_type).save_checkpoint(tmp_path / "weights")
     critic = hf_value(model_name=str(tmp_path / "weights"))
     policy = hf_policy(model_name=str(tmp_path / "weights"))

@@ -46,7 +46,7 @@ Q = "model.layers.1.self_attn.q_proj"
      ("q_proj*", Q, False), ("*.layers.1.*.q_proj", "model.layers.11.self_attn.q_proj", False), ("", Q, False),
      ("backbone.layers.0.mixer.in_proj", "model.layers.0.mixer.in_proj", True), ("backbone.layers.0.*", Q, False)],
 )  # fmt: skip
-def test_patterns_for_lora_target_modules_match_the_expected_matrices(pattern, module, is_meant):
+def test_lora_target_module_patterns_match_the_expected_matrices(pattern, module, is_meant):
     assert matches(pattern, module) is is_meant
 
 

@@ -34,7 +34,7 @@ def make_data(value, seed=0):
     return data
 
 
-def test_values_of_a_fresh_critic_are_exactly_zero():
+def test_newly_initialised_critic_predicts_exactly_zero():
     value = make_value("bfloat16")
     assert not make_data(value)["values"].any()
 

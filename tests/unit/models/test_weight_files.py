@@ -62,7 +62,7 @@ def test_weight_files_may_store_a_tied_embedding_as_lm_head():
 
 @pytest.mark.parametrize("one", ["F64", "F32", "F16", "BF16"])
 @pytest.mark.parametrize("other", ["F32", "BF16"])
-def test_stored_lm_head_and_embedding_of_different_dtypes_are_compared_by_value(one, other, tmp_path):
+def test_lm_head_and_tied_embedding_stored_in_different_dtypes_are_compared_by_value(one, other, tmp_path):
     numbers = torch.arange(-8.0, 8.0).reshape(8, 2)  # exact in every dtype
     for changed in (False, True):
         head = numbers.clone()

@@ -240,7 +240,7 @@ def test_kl_term_and_its_gradient_match_hand_computed_values():
     assert r.grad_logprobs[0].tolist() == pytest.approx([0.25 * (k3 - 1)] * 2, rel=1e-7)
 
 
-def test_probability_ratio_exactly_at_the_clip_bound_keeps_its_gradient():
+def test_probability_ratio_exactly_at_the_clip_bound_has_a_nonzero_gradient():
     """At the clip boundary itself the ratio is still in range: the slope is the full one."""
     x = torch.tensor([[math.log(1.5)]], dtype=torch.float64)
     data = {k: torch.zeros(1, 2, dtype=torch.float64) for k in ("prev_logprobs", "generation_logprobs")}

@@ -24,7 +24,7 @@ def product(x, w, bias=None, add_to=None):
 
 @pytest.mark.parametrize("K", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_linear_output_matches_float64(dtype, K):
+def test_linear_layer_output_matches_a_float64_reference(dtype, K):
     x, w, bias = tensors(7, 37, K, dtype)
     exact = x.double() @ w.double().T + bias.double()
     limit = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float64: 1e-14}[dtype] * K**0.5
@@ -87,7 +87,7 @@ def test_matrix_product_of_strided_views_reads_and_writes_only_columns_of_the_vi
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 40, 64, 130, 401])
-def test_float32_matrix_product_sums_its_terms_one_by_one_in_ascending_order(rows):
+def test_float32_matrix_product_adds_its_terms_sequentially_in_ascending_order(rows):
     """A small term is lost beside a large one, and what is lost tells the order: 2^24 + 1 is 2^24 in float32."""
     K = 97
     x, w = torch.ones(rows, K), torch.ones(50, K)
@@ -108,7 +108,7 @@ def test_matrix_product_split_into_several_buffers_of_rows_is_bit_identical(dtyp
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("M,I,K", [(1, 16, 32), (2, 5, 7), (3, 33, 48), (70, 48, 64), (300, 40, 96), (401, 100, 1030)])
-def test_linear_swiglu_is_bit_identical_to_linear_followed_by_swiglu(M, I, K, dtype, bias):  # noqa: E741
+def test_fused_linear_swiglu_is_bit_identical_to_linear_followed_by_swiglu(M, I, K, dtype, bias):  # noqa: E741
     x, w, b = tensors(M, 2 * I, K, dtype)
     b = b if bias else None
     gate_up, act = torch.empty(M, 2 * I, dtype=dtype), torch.empty(M, I, dtype=dtype)
@@ -124,7 +124,7 @@ def test_linear_swiglu_is_bit_identical_to_linear_followed_by_swiglu(M, I, K, dt
     on_threads(compare, (1, 2))
 
 
-def test_linear_swiglu_matches_torch():
+def test_fused_linear_swiglu_matches_torch():
     x, w, b = tensors(9, 40, 24, torch.float64)
     act = torch.empty(9, 20, dtype=torch.float64)
     C.linear_swiglu(x, w, b, None, act)
@@ -132,7 +132,7 @@ def test_linear_swiglu_matches_torch():
     torch.testing.assert_close(act, torch.nn.functional.silu(gate) * up, rtol=1e-12, atol=1e-12)
 
 
-def test_linear_swiglu_with_an_output_of_the_wrong_shape_or_dtype_is_an_error():
+def test_fused_linear_swiglu_with_an_output_of_wrong_shape_or_dtype_is_an_error():
     x, w, _ = tensors(4, 16, 16, torch.float32)
     wrong = (None, torch.empty(4, 9)), (torch.empty(4, 8), torch.empty(4, 8)), (None, torch.empty(4, 8).bfloat16())
     for gate_up, act in wrong:

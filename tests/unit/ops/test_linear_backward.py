@@ -26,7 +26,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, tolerance: float) ->
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype, out, tolerance", KINDS, ids=str)
 @pytest.mark.parametrize("T, N, K", SHAPES)
-def test_linear_gradient_of_the_input_matches_float64(T, N, K, dtype, out, tolerance, accumulate):
+def test_linear_layer_input_gradient_matches_a_float64_reference(T, N, K, dtype, out, tolerance, accumulate):
     dy, w, dx = drawn(T, N, dtype=dtype), drawn(N, K, dtype=dtype), drawn(T, K, dtype=out)
     expected = dy.double() @ w.double() + (dx.double() if accumulate else 0)
     C.linear_backward_input(dy, w, dx, accumulate)
@@ -35,7 +35,7 @@ def test_linear_gradient_of_the_input_matches_float64(T, N, K, dtype, out, toler
 
 @pytest.mark.parametrize("dtype, out, tolerance", KINDS[:3], ids=str)
 @pytest.mark.parametrize("T, N, K", SHAPES)
-def test_linear_gradient_of_the_weight_matches_float64(T, N, K, dtype, out, tolerance):
+def test_linear_layer_weight_gradient_matches_a_float64_reference(T, N, K, dtype, out, tolerance):
     dy, x, dw = drawn(T, N, dtype=dtype), drawn(T, K, dtype=dtype), drawn(N, K, dtype=out)
     expected = dy.double().t() @ x.double() + dw.double()
     C.linear_backward_weight(dy, x, dw)

@@ -39,7 +39,7 @@ def on_both(op, *tensors):
 @pytest.mark.parametrize("dtype, bound", DTYPES)
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 64, 64), (70, 96, 40), (300, 1024, 256), (5, 1, 48)], ids=str)
-def test_linear_on_cuda_matches_the_cpu(shape, dtype, bound, out):
+def test_linear_layer_on_cuda_matches_the_cpu(shape, dtype, bound, out):
     if dtype == torch.float32 and out != dtype:
         pytest.skip("float32 has no bfloat16 result")
     M, N, K = shape
@@ -71,7 +71,7 @@ def test_cuda_matrix_product_of_a_row_is_bit_identical_in_every_batch(dtype, out
 
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
-def test_linear_gradients_on_cuda_match_the_cpu_and_are_reproducible(dtype, bound):
+def test_linear_layer_gradients_on_cuda_match_the_cpu_and_are_reproducible(dtype, bound):
     dy, x, w = randn(333, 96, dtype=dtype), randn(333, 72, dtype=dtype, seed=1), randn(96, 72, dtype=dtype, seed=2)
 
     def of_input(dy, w, dx):
@@ -90,7 +90,7 @@ def test_linear_gradients_on_cuda_match_the_cpu_and_are_reproducible(dtype, boun
 
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
-def test_linear_swiglu_on_cuda_matches_the_cpu(dtype, bound):
+def test_fused_linear_swiglu_on_cuda_matches_the_cpu(dtype, bound):
     def run(x, w, bias, act):
         C.linear_swiglu(x, w, bias, None, act)
         return act

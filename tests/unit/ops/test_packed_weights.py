@@ -31,7 +31,7 @@ def pack(w, gated=False):
 
 @pytest.mark.parametrize("rows", [*range(1, 15), 16, 17, 20, 31, 48, 49, 61, 64, 65])
 @pytest.mark.parametrize("N,K", [(32, 8), (96, 72), (640, 576), (64, 1032)])
-def test_linear_is_bit_identical_with_and_without_packed_weights(rows, N, K):
+def test_linear_layer_is_bit_identical_with_and_without_packed_weights(rows, N, K):
     x, w, bias, h = normal(rows, K), normal(N, K, seed=1, scale=0.1), normal(N, seed=2), torch.randn(rows, N)
     packed = pack(w)
     assert packed.holds(w) == (ROWS > 0)
@@ -45,7 +45,7 @@ def test_linear_is_bit_identical_with_and_without_packed_weights(rows, N, K):
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 12, 13, 16, 17, 40, 63, 64, 65])
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear_swiglu_is_bit_identical_with_and_without_packed_weights(rows, bias):
+def test_fused_linear_swiglu_is_bit_identical_with_and_without_packed_weights(rows, bias):
     I, K = 160, 200  # noqa: E741
     x, w, b = normal(rows, K), normal(2 * I, K, seed=1, scale=0.1), normal(2 * I, seed=2) if bias else None
     packed, results = pack(w, gated=True), []
@@ -142,7 +142,7 @@ def test_matrices_of_unsupported_shape_or_dtype_are_not_packed(shape, dtype, gat
 
 
 @PACKS
-def test_packed_weights_take_three_quarters_of_the_memory_of_bfloat16():
+def test_packed_weights_take_three_quarters_of_the_memory_of_bfloat16_weights():
     w = normal(4096, 512, seed=6, scale=0.02)
     packed = pack(w)
     assert 0.75 * w.nbytes <= packed.bytes <= 0.79 * w.nbytes

@@ -38,7 +38,7 @@ def weights_of_every_kind():
 
 
 @pytest.mark.parametrize("kind", GGML)
-def test_weights_quantised_to_q8_0_and_q4_0_equal_those_of_ggml(kind):
+def test_weights_quantised_to_q8_0_and_q4_0_are_bit_identical_to_ggml(kind):
     w = weights_of_every_kind()
     ours = blocks_of(w, kind)
     theirs = gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[kind.upper()])
@@ -61,7 +61,7 @@ def test_weights_quantised_to_nf4_match_a_reference_implementation():
     assert not blocks_of(torch.full((1, 64), 2.0**-121), "nf4")[0, :4].any()  # smaller scales are 0
 
 
-def test_nf4_quantisation_error_is_smaller_than_that_of_bitsandbytes():
+def test_nf4_quantisation_error_is_smaller_than_the_error_of_bitsandbytes():
     """There 64 weights have the scale that the largest gives."""
     w, levels = normal(64, 256, seed=3), torch.tensor(weight_blocks.NORMAL_FLOATS)
     groups = w.view(-1, 64, 1)

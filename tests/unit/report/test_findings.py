@@ -177,7 +177,7 @@ def test_run_with_equal_rewards_prints_one_warning_and_repeats_the_warning_in_th
     assert alerts.learned_nothing and len(alerts.table()) == 1 and "had the same reward" in alerts.table()["serious"]
 
 
-def test_run_with_healthy_metrics_gives_no_warning():
+def test_metrics_of_a_healthy_run_give_no_report_warning():
     alerts = Alerts()
     assert [alerts.step(step, ALIVE) for step in range(1, 200)] == [[]] * 199
     assert alerts.table() == {} and not alerts.learned_nothing

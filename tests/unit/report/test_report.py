@@ -189,7 +189,7 @@ def test_report_command_recreates_the_report_from_the_log_folder(run, capsys):
 
 
 @pytest.mark.slow
-def test_run_killed_at_any_time_leaves_a_complete_report(tmp_path):
+def test_report_file_stays_complete_if_the_run_is_killed_at_any_time(tmp_path):
     program = (
         "import sys\nfrom nemo_rl_cpp.loggers.logger import Logger\nfrom nemo_rl_cpp.report import ReportWriter\n"
         "logger = Logger({'log_dir': sys.argv[1], 'tensorboard_enabled': False})\n"

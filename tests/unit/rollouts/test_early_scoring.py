@@ -78,7 +78,7 @@ def test_rollout_result_does_not_depend_on_whether_responses_are_scored_during_g
     assert sorted(asked) == sorted([("3", "xxx"), ("1", "x"), ("4", "xxxx"), ("1", "x"), ("5", "xxxxx")])
 
 
-def test_environment_scores_finished_responses_while_others_are_generated():
+def test_environment_scores_finished_responses_while_other_responses_are_generated():
     environment = Lengths.remote()
     answered = []
     engine = ReportingGeneration([[2]], lambda: answered.append(environment.answered.wait(30)))
@@ -95,7 +95,7 @@ def test_environment_without_early_scoring_scores_all_responses_in_one_call_afte
     assert [len(call) for call in environment.calls] == [5]
 
 
-def test_responses_that_finish_while_the_environment_is_busy_are_scored_in_one_call():
+def test_responses_finished_while_the_environment_is_busy_are_scored_in_one_call():
     go_on = threading.Event()
 
     class Slow(Lengths):

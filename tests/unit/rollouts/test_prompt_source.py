@@ -31,7 +31,7 @@ def test_prompt_source_repeats_each_prompt_per_group_and_numbers_the_samples_for
     assert batch["stream"] == ["train"] * 6
 
 
-def test_prompt_repeated_in_the_next_epoch_gets_a_new_draw_id_and_new_samples():
+def test_prompt_repeated_in_the_next_epoch_gets_a_new_sampling_seed_and_new_samples():
     prompts_of = source(count=4, batch=2, generations=1)
     drawn = [prompts_of.next() for _ in range(4)]
     assert [b["idx"] for b in drawn] == [[0, 1], [2, 3], [0, 1], [2, 3]]
@@ -47,7 +47,7 @@ def test_prompt_source_counts_an_epoch_as_finished_after_its_last_batch():
     assert ended == [0, 1, 1, 2, 2]
 
 
-def test_resumed_prompt_source_continues_with_the_next_rows_and_draw_ids():
+def test_resumed_prompt_source_continues_with_the_next_rows_and_sampling_seeds():
     unbroken = source(count=10, batch=3, shuffle=True)
     expected = [unbroken.next() for _ in range(7)]
     state = TrainState()

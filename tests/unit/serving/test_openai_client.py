@@ -38,7 +38,7 @@ def answer(client, route, **fields):
     return given.model_dump(exclude={"id", "created"})
 
 
-def test_optional_fields_of_openai_requests_may_be_null_absent_or_set(client):
+def test_optional_fields_of_openai_requests_may_be_null_missing_or_set(client):
     assert sum(map(len, SAME.values())) == 40
     for route, fields in SAME.items():
         absent = answer(client, route)

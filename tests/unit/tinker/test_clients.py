@@ -65,7 +65,7 @@ def away_from_zero(client: TrainingClient) -> None:
     client.optim_step(AdamParams(learning_rate=1e-2)).result()
 
 
-def test_tinker_rl_loop_in_process_and_by_http_gives_identical_weights(service, tmp_path):
+def test_tinker_rl_loop_gives_identical_weights_in_process_and_over_http(service, tmp_path):
     here = new_client(service, seed=5)
     rl_loop(here, 3)
     with serving(tmp_path) as (url, server):
@@ -75,7 +75,7 @@ def test_tinker_rl_loop_in_process_and_by_http_gives_identical_weights(service, 
         assert torch.equal(adapter_of(here), server.models[remote.model_id].state.adapter)
 
 
-def test_tinker_rl_loop_in_process_raises_the_reward(service):
+def test_tinker_rl_loop_in_process_increases_the_reward(service):
     rewards = rl_loop(new_client(service, seed=4), 25)
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.4
 

@@ -118,7 +118,7 @@ def rl_loop(client: Client, steps: int) -> list[float]:
     return rewards
 
 
-def test_rl_loop_with_the_tinker_sdk_and_in_process_gives_identical_weights(sdk, served):
+def test_rl_loop_gives_identical_weights_with_the_tinker_sdk_and_in_process(sdk, served):
     client = new_client(sdk, seed=5)
     rl_loop(client, 4)
     adapted = tiny_base(served[1].base.folder.path).adapted(Shape(4))

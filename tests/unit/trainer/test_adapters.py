@@ -76,7 +76,7 @@ def backward(model, seed=9, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
-def test_merged_weights_are_the_base_plus_the_scaled_product_of_lora_b_and_a(dtype, targets):
+def test_merged_lora_weights_are_the_base_weights_plus_the_scaled_product_of_b_and_a(dtype, targets):
     frozen, model = weights(base(dtype)), adapted(dtype, targets)
     factors = named_views(model.trained_layout.specs, model.masters)
     for name, now in weights(model).items():
@@ -93,7 +93,7 @@ def test_merged_weights_are_the_base_plus_the_scaled_product_of_lora_b_and_a(dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merged_weights_with_lora_b_zero_are_bit_identical_to_the_base(dtype):
+def test_merged_lora_weights_with_zero_b_are_bit_identical_to_the_base_weights(dtype):
     plain = base(dtype)
     named_views(plain.specs, plain.compute)["model.layers.0.mlp.up_proj.weight"][3, 5] = -0.0
     plain.masters_changed()

@@ -84,7 +84,7 @@ def test_bfloat16_gradients_of_unmerged_lora_adapters_are_as_accurate_as_with_me
     assert 0 < errors[False] < 1.2 * errors[True] < 0.1
 
 
-def test_update_of_an_unmerged_lora_adapter_below_bfloat16_rounding_changes_the_logits():
+def test_unmerged_lora_update_smaller_than_bfloat16_rounding_changes_the_logits():
     """All weights are at least 1/8, where half a step of bfloat16 is 2^-11; from B = 0 the first step changes no weight by more than
     s * 1e-5 * (sum of |A|'s column) < 2^-12. Merging loses it."""
     moved = {}
@@ -146,7 +146,7 @@ def test_logprobs_with_unmerged_lora_do_not_depend_on_batching_prompt_sharing_or
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_unmerged_lora_adapter_with_b_zero_gives_the_logits_of_the_base_model(dtype):
+def test_unmerged_lora_adapter_with_zero_b_gives_the_logits_of_the_base_model(dtype):
     plain, model = logits(base(dtype)), apart(dtype)
     assert torch.equal(logits(model.base()), plain) and not torch.equal(logits(model), plain)
     assert torch.equal(logits(apart(dtype, spread=0.0)), plain)

@@ -53,7 +53,7 @@ def test_top_k_tokens_and_logprobs_match_the_sorted_logprobs(dtype):
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_forward_pass_returns_entropies_and_candidate_token_logprobs_at_each_scored_token(share):
+def test_forward_pass_returns_entropy_and_candidate_token_logprobs_for_each_scored_token(share):
     trainer, (_, ids, mask) = trainer_of(torch.float64), groups_batch()
     lengths = [int(row.nonzero().max()) + 1 for row in mask]
     targets = with_candidates(ids, 5)

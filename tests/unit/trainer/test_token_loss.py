@@ -87,7 +87,7 @@ def test_loss_fused_into_the_lm_head_gives_the_gradients_of_the_unfused_loss(nam
     assert expected.norm() > 0 and (grads - expected).norm() <= bound * expected.norm()
 
 
-def test_fused_loss_takes_missing_old_logprobs_from_the_current_forward_pass():
+def test_loss_fused_into_the_lm_head_uses_current_logprobs_if_old_logprobs_are_missing():
     data = {k: v for k, v in training_data().items() if k != "prev_logprobs"}
     _, grads = train(ClippedPGLossFn({}), data, on_policy=True)
     _, expected = train(AskedAfterwards({}), data, on_policy=True)

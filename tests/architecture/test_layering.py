@@ -38,7 +38,7 @@ def test_csrc_files_include_only_headers_of_lower_layers(folder):
                 assert target not in table or target in allowed, f"{path.relative_to(ROOT)} includes {include}"
 
 
-def test_csrc_folders_meant_to_be_free_of_torch_include_no_torch_header():
+def test_csrc_folders_that_must_not_depend_on_torch_include_no_torch_header():
     for path in SOURCES:
         if path.relative_to(CSRC).parts[0] in {"common", "kernels", "batching", "config"}:
             for include in includes(path):

@@ -80,7 +80,7 @@ def test_only_ppo_epochs_after_the_first_use_old_logprobs(tmp_path):
     assert seen == [False, True]
 
 
-def test_ppo_run_with_raw_reward_advantages_has_no_critic_metrics_or_critic_checkpoint(tmp_path):
+def test_ppo_run_with_raw_reward_advantages_trains_and_saves_no_critic(tmp_path):
     raw = ("ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.normalize_advantages=false")
     run = train(make(tmp_path, *raw, "ppo.max_num_steps=2", critic=None))
     assert run.models == {"policy": run.policy}

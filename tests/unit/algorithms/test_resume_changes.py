@@ -121,7 +121,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("name, paths, overrides, words", REFUSED, ids=[row[0] for row in REFUSED])
-def test_resuming_with_a_changed_model_tokenizer_or_data_set_is_an_error(
+def test_resuming_with_a_changed_model_tokenizer_data_set_seed_or_precision_is_an_error(
     root, run_of_two_steps, name, paths, overrides, words, monkeypatch
 ):
     shutil.copytree(run_of_two_steps / "model", run_of_two_steps / "model2", dirs_exist_ok=True)

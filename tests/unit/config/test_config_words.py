@@ -129,7 +129,7 @@ def test_command_line_key_that_only_affects_another_loss_is_an_error(override):
      ("max_model_length", "max_model_len", "max_model_len"), ("keep_topk", "keep_top_k", "keep_top_k"), ("clip", "cliprange", "cliprange"),
      ("numsamples", "num_samples", "num_samples"), ("max_model", "max_model_len", "max_model_len")],
 )  # fmt: skip
-def test_suggested_key_shares_the_distinguishing_words_of_the_misspelt_key(name, known, meant):
+def test_suggestion_for_a_misspelt_key_contains_the_distinguishing_words_of_that_key(name, known, meant):
     assert nearest(name, [known], 0.55) == meant
 
 

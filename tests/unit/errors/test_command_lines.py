@@ -258,7 +258,7 @@ def test_command_with_closed_standard_output_ends_without_a_traceback(words, sai
     assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr
 
 
-def test_broken_pipe_error_of_another_stream_than_standard_output_is_reported(capsys):
+def test_broken_pipe_error_is_reported_if_standard_output_is_still_open(capsys):
     with program() as outcome:
         raise BrokenPipeError(32, "Broken pipe")
     assert outcome.status == 1

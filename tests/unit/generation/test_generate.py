@@ -94,7 +94,7 @@ def test_text_generator_applies_the_chat_template_to_messages(folder):
     assert generate([{"role": "user", "content": PROMPT}]) == generate(PROMPT)
 
 
-def test_error_in_a_streaming_callback_is_raised_and_the_text_generator_stays_usable(folder):
+def test_error_in_a_streaming_callback_is_raised_and_leaves_the_text_generator_usable(folder):
     def fail(piece):
         raise KeyError(piece)
 

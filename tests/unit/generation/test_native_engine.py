@@ -140,7 +140,7 @@ def test_different_seeds_and_training_and_validation_streams_give_different_samp
     assert text(0, ["val"]) == text(0, "val")
 
 
-def test_validation_sampling_settings_apply_only_to_validation():
+def test_validation_samples_with_the_validation_sampling_settings():
     config = {"temperature": 1.0, "val_temperature": 0, "top_k": 3, "val_top_k": None}
     data = batch([[3, 4]], stream="val")
     validated = make(**config).generate(data)

@@ -75,7 +75,7 @@ def test_eight_bit_adamw_moments_are_bit_identical_for_sharded_and_whole_tensors
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
-def test_only_one_of_the_two_adamw_moments_in_8_bits_is_an_error():
+def test_adamw_with_only_one_of_the_two_moments_in_8_bits_is_an_error():
     with pytest.raises(ValueError, match="both moments are uint8, or none"):
         C.adamw_step(torch.zeros(4), torch.zeros(4), torch.zeros(4), torch.zeros(4, dtype=U8), None, **SETTINGS, step=1)
 

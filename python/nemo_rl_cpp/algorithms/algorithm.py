@@ -195,9 +195,9 @@ class Algorithm:
     # estimator.
     make_advantages: Callable[[TrainMasterConfig], Advantages]
     is_trained: Callable[[Message], bool]  # returns whether the policy is trained on a message of a conversation
-    # whether a step without any token to train on ends the run with an error. Without the error, PPO would continue and
-    # shrink both models by weight decay. GRPO needs no error: it makes a single update per step, which then changes
-    # nothing, and the report shows that nothing was learned.
+    # whether a step without any token to train on ends the run with an error. Its updates would have no gradient: AdamW's
+    # moments and weight decay alone would change the weights, of both models in PPO, as often as a step has updates. A
+    # GRPO run continues as in NeMo RL, and the report shows that nothing was learned.
     needs_tokens: bool
     has_rewards: bool = True  # whether samples have rewards. If not, metrics of rewards are omitted.
 

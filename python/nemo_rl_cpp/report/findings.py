@@ -399,7 +399,8 @@ class Alerts:
 
     @property
     def learned_nothing(self) -> bool:
-        """Return whether all gradients so far in this process were 0, so that the policy is unchanged."""
+        """Return whether all gradients so far in this process were 0, so that at most weight decay has
+        changed the policy."""
         norms = self.history.curve(NORM).values
         return bool(norms) and all(norm == 0 for norm in norms)
 

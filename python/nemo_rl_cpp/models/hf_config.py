@@ -1,7 +1,7 @@
 """Read a Hugging Face config.json for the native decoder, and reject what it does not support. Needs no torch.
 
 transformers 4 and 5 write config.json differently, and both omit default values. `canonical_config` converts every
-config.json to one canonical form, which the decoder, the comparison of two models and the saved config.json use."""
+config.json to one canonical form, which the decoder and the saved config.json use."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,6 @@ from nemo_rl_cpp.models.architectures import (
     MAMBA2_SIZES,
     MLP,
     RECURRENT,
-    RECURRENT_SIZES,
     SLIDING,
     SPARSE,
     SUPPORTED_ARCHITECTURES,
@@ -43,6 +42,10 @@ _SIZES = (
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # files of PEFT
 _FLAGS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_qk_norm", "rope_interleave", "use_sliding_window",
+)  # fmt: skip
+_SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_FACTORS = (
+    "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "query_pre_attn_scalar", "routed_scaling_factor",
 )  # fmt: skip
 _ACTIVATIONS = {
     "silu": "silu",
@@ -382,40 +385,6 @@ def config_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
             yield f"{key} is {config[key]}, but training computes without dropout"
     if config.get("auto_map"):
         yield f"auto_map names code of the model's own, which is not run: the model is computed as {config.get('model_type')}"
-
-
-_EXPERTS = (
-    *EXPERT_COUNTS, "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
-    "mlp_only_layers", "n_shared_experts", "moe_shared_expert_intermediate_size", "moe_latent_size", "routed_scaling_factor", "n_group",
-    "topk_group", "first_k_dense_replace", "mlp_layer_types",
-)  # fmt: skip
-_WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
-_SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-_FACTORS = (
-    "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "query_pre_attn_scalar", "routed_scaling_factor",
-)  # fmt: skip
-_LAYERS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "no_rope_layers")
-_ARCHITECTURE = (
-    "model_type", *_SIZES[:-1], "rms_norm_eps", *_FLAGS[:-1], *_LAYERS, "no_rope_layer_interval", *_FACTORS, *_SOFTCAPS, *_EXPERTS,
-    "q_lora_rank", *latent_attention.SIZES, *RECURRENT_SIZES, *MAMBA2_SIZES, "hybrid_override_pattern", "time_step_limit", *_WINDOW,
-)  # fmt: skip
-
-
-def architecture(config: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the keys of a configuration (in any form) that determine the computation, in canonical form: models with
-    equal keys and equal weights compute the same function. max_position_embeddings and token names are ignored."""
-    form = canonical_config(config)
-    made = SUPPORTED_ARCHITECTURES[form["model_type"]]
-    known = {*made.defaults, *_LAYERS, "model_type", "num_key_value_heads", "head_dim", "layer_types"}
-    kept = {key: form[key] for key in _ARCHITECTURE if key in known and form.get(key) is not None}
-    kept |= {key: bool(kept[key]) for key in _FLAGS if key in kept}
-    kept["hidden_act"] = _ACTIVATIONS[form[made.activation]]
-    kinds = made.layer_types(form)
-    if not has_experts(form):
-        kept = {key: value for key, value in kept.items() if key not in _EXPERTS}
-    if RECURRENT not in kinds and (SLIDING not in kinds or form.get("sliding_window") is None):
-        kept = {key: value for key, value in kept.items() if key not in _WINDOW}
-    return kept
 
 
 def native_config(

@@ -22,6 +22,7 @@ def side(folder: str, precision: str, count: int, arguments: argparse.Namespace)
     """Return (peak MB, peak MB without what was in memory before the model) of this process."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.config.lora import LayerKinds
+    from nemo_rl_cpp.models.model_sizes import ModelSizes
 
     torch.set_num_threads(arguments.threads)
     before = peak_mb()
@@ -29,7 +30,7 @@ def side(folder: str, precision: str, count: int, arguments: argparse.Namespace)
     base, native = load_decoder(
         folder, "bfloat16" if is_quantised else precision, False, precision if is_quantised else None
     )
-    layers, models = LayerKinds.of_native(native), []
+    layers, models = LayerKinds.of(ModelSizes.of(native)), []
     targets = [f"{module}.weight" for module in layers.modules() if ".experts." not in module]
     for seed in range(count):
         models.append(base.base())

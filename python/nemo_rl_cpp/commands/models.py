@@ -97,7 +97,7 @@ def _config(model: KnownModel, task: Task, responses: int, tokens: int) -> Train
     loop.__dict__ |= {"num_prompts_per_step": responses, "num_generations_per_prompt": 1}
     for part in (config.policy, config.value) if task.critic else (config.policy,):
         part.__dict__ |= {
-            "model_name": model.name, "hf_config_overrides": model.sizes.as_config(), "precision": task.precision,
+            "model_name": model.name, "hf_config_overrides": model.config, "precision": task.precision,
             "max_total_sequence_length": tokens, "train_micro_batch_size": 4, "logprob_batch_size": 4,
         }  # fmt: skip
         part.dtensor_cfg.__dict__ |= {"enabled": True, "activation_checkpointing": True}

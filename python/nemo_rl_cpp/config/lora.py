@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
 
 from nemo_rl_cpp.argument_checks import did_you_mean
 
@@ -162,20 +162,6 @@ class LayerKinds:
         mlps = sizes.expert_layers, shared if sizes.shared_expert_size else "", sizes.mlp_layers or None
         fused = sizes.fused_tensors or joined
         return cls(sizes.num_hidden_layers, fused, sizes.recurrent_layers, *latent, *mlps)
-
-    @classmethod
-    def of_native(cls, native: Mapping[str, Any], joined: bool = False) -> Self:
-        """Return the `LayerKinds` of a native model, from `native`, the result of `ModelFolder.native`. `joined`: see
-        `of`."""
-        recurrent = native.get("recurrent", {}).get("layers", ())
-        latent = native.get("latent", {"query_rank": 0})
-        is_latent = "latent" in native, latent["query_rank"] > 0
-        experts = native.get("experts", {"layers": (), "shared": "", "shared_size": 0})
-        with_experts = tuple(experts["layers"]), experts["shared"] if experts["shared_size"] else ""
-        mixers = native.get("one_block")
-        mlps = None if mixers is None else tuple(layer for layer, has_mixer in enumerate(mixers) if not has_mixer)
-        fused = native["fused_tensors"] or joined
-        return cls(len(native["layers"]), fused, recurrent, *is_latent, *with_experts, mlps)
 
     def matrices(self, layer: int) -> Iterator[str]:
         """Yield the names (keys of MATRICES) of a layer's matrices that may have an adapter, in parameter order."""

@@ -22,6 +22,7 @@ from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, findable_name, published_name
 from nemo_rl_cpp.models.model_folder import ModelFolder
+from nemo_rl_cpp.models.model_sizes import ModelSizes
 from nemo_rl_cpp.models.nemotron_h import module_name, our_name
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.qwen3_next import PARTS, fused_module, is_fused, joined_adapters, split_adapters
@@ -96,7 +97,7 @@ class Lora:
         if wanted is None:
             return None
         native = folder.native()
-        layers = LayerKinds.of_native(native, wanted.joins)
+        layers = LayerKinds.of(ModelSizes.of(native), wanted.joins)
         modules, key = adapted_modules(wanted, layers), config.lora_key(section)
         if not modules:
             raise ValueError(f"{key}.{nothing_adapted(wanted, config.model_name, layers)}")

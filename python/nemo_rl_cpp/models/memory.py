@@ -14,7 +14,6 @@ from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.config.lora import adapter_sizes
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
-from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.footprint import KEY_TILE, Buffers
 from nemo_rl_cpp.models.model_sizes import ModelSizes, known_model, model_sizes
 
@@ -98,9 +97,7 @@ def with_known_sizes(config: TrainMasterConfig) -> TrainMasterConfig:
     for name, model in config.trained_models().items():
         known = known_model(model.model_name)
         if known is not None and model_sizes(model.model_name, model.hf_config_overrides) is None:
-            sizes = known.sizes.as_config() | (model.hf_config_overrides or {})
-            if not SUPPORTED_ARCHITECTURES[known.model_type].one_block:
-                sizes.setdefault("model_type", known.model_type)
+            sizes = known.config | (model.hf_config_overrides or {})
             changed[name] = model.model_copy(update={"hf_config_overrides": sizes})
     return config.model_copy(update=changed) if changed else config
 

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError, local_folder
-from nemo_rl_cpp.models.architectures import (
-    FULL,
-    MAMBA2_SIZES,
-    MLP,
-    PATTERN,
-    RECURRENT,
-    RECURRENT_SIZES,
-    SLIDING,
-    SUPPORTED_ARCHITECTURES,
-    has_experts,
-    layers_with_experts,
-)
-from nemo_rl_cpp.models.hf_config import check_layers, is_size, read_config_file, text_section
-from nemo_rl_cpp.models.latent_attention import SIZES
-from nemo_rl_cpp.models.nemotron_h import canonical
+from nemo_rl_cpp.models.architectures import EXPERT_COUNTS
+from nemo_rl_cpp.models.config_checks import is_size
+from nemo_rl_cpp.models.hf_config import canonical_config, native_config, read_config_file, text_section
 
 
 @dataclass(frozen=True)
@@ -82,38 +71,46 @@ class ModelSizes:
     windowed_layers: int = 0
     """number of layers with a sliding window"""
 
-    def as_config(self) -> dict[str, object]:
-        """Return the sizes as {key of config.json: value}."""
-        own = (
-            "experts",
-            "experts_per_token",
-            "expert_layers",
-            "shared_expert_size",
-            "fused_tensors",
-            "recurrent_layers",
-            "mlp_layers",
+    @classmethod
+    def of(cls, native: Mapping[str, Plain]) -> ModelSizes:
+        """Return the sizes of a native model. `native`: the result of `native_config`."""
+        experts, recurrent, latent = (native.get(part, {}) for part in ("experts", "recurrent", "latent"))
+        mixers, layers, inner = native.get("one_block") or (), len(native["layers"]), native["intermediate_size"]
+        mlp_layers = tuple(layer for layer, has_mixer in enumerate(mixers) if not has_mixer)
+        expert_layers, windows = tuple(experts.get("layers", ())), [window for window, _ in native["layers"] if window]
+        return cls(
+            hidden_size=native["hidden_size"],
+            intermediate_size=experts.get("intermediate_size", inner),
+            num_hidden_layers=layers,
+            num_attention_heads=native["num_heads"],
+            num_key_value_heads=native["num_kv_heads"],
+            head_dim=native["head_dim"],
+            vocab_size=native["vocab_size"],
+            tie_word_embeddings=native["tie_word_embeddings"],
+            experts=experts.get("count", 1),
+            experts_per_token=experts.get("chosen", 1),
+            shared_expert_size=experts.get("shared_size", 0),
+            fused_tensors=native["fused_tensors"],
+            recurrent_layers=tuple(recurrent.get("layers", ())),
+            linear_num_key_heads=recurrent.get("key_heads", 0),
+            linear_num_value_heads=recurrent.get("value_heads", 0),
+            linear_key_head_dim=recurrent.get("key_dim", 0),
+            linear_value_head_dim=recurrent.get("value_dim", 0),
+            latent_size=experts.get("latent_size", 0),
+            mlp_layers=mlp_layers,
+            dense_mlps=len(mlp_layers or native["layers"]) - len(expert_layers) if experts else 0,
+            dense_size=inner if experts else 0,
+            has_router_biases="sigmoid" in experts,
+            kv_lora_rank=latent.get("rank", 0),
+            q_lora_rank=latent.get("query_rank", 0),
+            qk_rope_head_dim=latent.get("rope_dim", 0),
+            v_head_dim=latent.get("value_dim", 0),
+            normalises_heads=native["qk_norm"] != "none",
+            norms_of_results=sum(place.startswith("after") for place in native["norms"]),
+            expert_layers=expert_layers,
+            window=max(windows, default=0),
+            windowed_layers=len(windows),
         )
-        own += ("latent_size", "dense_mlps", "dense_size", "has_router_biases", "normalises_heads", "norms_of_results")
-        own += ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim")  # no known model has latent attention
-        own += ("window", "windowed_layers")
-        if not self.recurrent_layers:
-            own += RECURRENT_SIZES
-        sizes = {name: value for name, value in asdict(self).items() if name not in own}
-        sizes["sliding_window"] = self.window or None
-        if self.recurrent_layers:
-            sizes["layer_types"] = [
-                RECURRENT if layer in self.recurrent_layers else MLP if layer in self.mlp_layers else FULL
-                for layer in range(self.num_hidden_layers)
-            ]
-        if self.experts > 1:
-            sizes |= {
-                "num_experts": self.experts,
-                "num_experts_per_tok": self.experts_per_token,
-                "moe_intermediate_size": self.intermediate_size,
-                "shared_expert_intermediate_size": self.shared_expert_size,
-                "moe_latent_size": self.latent_size,
-            }
-        return sizes
 
     def slice(self, count: int) -> ModelSizes:
         """Return the sizes that each of `count` tensor-parallel ranks has."""
@@ -217,45 +214,31 @@ class ModelSizes:
 
 
 class KnownModel(NamedTuple):
-    """A model on the Hub: its name, its `model_type`, and its sizes."""
+    """A model on the Hub: its name, its `model_type`, and the keys of its config.json that set its sizes."""
 
     name: str
     model_type: str
-    sizes: ModelSizes
+    config: dict[str, Plain]
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return ModelSizes.of(native_config(self.config))
 
 
-def recurrent_between(layers: int, every: int) -> tuple[int, ...]:
-    """Return the indices of the recurrent ones of `layers` layers: all but every `every`-th, which has attention."""
-    return tuple(layer for layer in range(layers) if (layer + 1) % every)
+_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_COLUMNS = (*_NEEDED[:-1], "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
 
 
-def _layers_in(pattern: str) -> dict[str, tuple[int, ...]]:
-    """Return {"recurrent_layers": indices, "mlp_layers": indices} of a Nemotron-H pattern such as "M-M*-"."""
-    named = {"recurrent_layers": RECURRENT, "mlp_layers": MLP}
-    return {
-        name: tuple(layer for layer, letter in enumerate(pattern) if PATTERN.get(letter) == kind)
-        for name, kind in named.items()
-    }
+def _known_models() -> Iterator[KnownModel]:
+    table = tomllib.loads(Path(__file__).with_name("known_models.toml").read_text(encoding="utf-8"))
+    for model_type, rows in table.items():
+        for name, row in rows.items():
+            more = row[len(_COLUMNS)] if len(row) > len(_COLUMNS) else {}
+            config = {"model_type": model_type, "sliding_window": None, **dict(zip(_COLUMNS, row)), **more}
+            yield KnownModel(name, model_type, config)
 
 
-def _listed_sizes(row: list[object]) -> ModelSizes:
-    """Return the sizes in `row`, a row of known_models.toml. It gives the recurrent layers by full_attention_interval
-    or by a pattern of letters; {window = ...} may be the last entry."""
-    more = row[-1] if isinstance(row[-1], dict) else {}
-    sizes = dict(zip((field.name for field in fields(ModelSizes)), row[:-1] if more else row)) | more
-    if isinstance(pattern := sizes.get("recurrent_layers"), str):
-        sizes |= _layers_in(pattern)
-    elif pattern:
-        sizes["recurrent_layers"] = recurrent_between(sizes["num_hidden_layers"], pattern)
-    return ModelSizes(**sizes)
-
-
-_TABLE = tomllib.loads(Path(__file__).with_name("known_models.toml").read_text(encoding="utf-8"))
-KNOWN_MODELS = tuple(
-    KnownModel(name, model_type, _listed_sizes(sizes))
-    for model_type, rows in _TABLE.items()
-    for name, sizes in rows.items()
-)
+KNOWN_MODELS = tuple(_known_models())
 _VARIANT = re.compile(r"-(base|instruct|chat(-v[\d.]+)?|v0\.[123]|it|sft|dpo|coder|thinking(-2507)?|instruct-2507)$")
 
 
@@ -276,115 +259,44 @@ def known_model(name: str) -> KnownModel | None:
     return None
 
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-
-
-def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
-    """Return {field of `ModelSizes`: value} for the experts in the config.json `known`; {} if it has none."""
-    count = next((value for name in _EXPERTS if is_size(value := known.get(name))), None)
-    if count is None:
-        return {}
-    chosen = known.get("num_experts_per_tok")
-    found = {"experts": count, "experts_per_token": chosen if is_size(chosen) else 1}
-    if is_size(width := known.get("moe_intermediate_size")):
-        found["intermediate_size"] = width
-    if is_size(shared := known.get("shared_expert_intermediate_size")):
-        found["shared_expert_size"] = shared
-    elif is_size(shared := known.get("moe_shared_expert_intermediate_size")):
-        found["shared_expert_size"] = shared
-    elif is_size(shared := known.get("n_shared_experts")):
-        found["shared_expert_size"] = shared * found.get("intermediate_size", 0)
-    if is_size(latent := known.get("moe_latent_size")):
-        found["latent_size"] = latent
-    if is_size(width := known.get("intermediate_size")):
-        found["dense_size"] = width
-    return found
-
-
-def recurrent_sizes(known: Mapping[str, object]) -> dict[str, object]:
-    """Return {field of `ModelSizes`: value} for the recurrent layers in a config.json; {} if it has none."""
-    kinds, every, layers = (known.get(key) for key in ("layer_types", "full_attention_interval", "num_hidden_layers"))
-    names = RECURRENT_SIZES[:4]
-    if isinstance(pattern := known.get("hybrid_override_pattern"), str) and all(
-        map(is_size, map(known.get, MAMBA2_SIZES))
-    ):
-        return _layers_in(pattern) | {name: known[key] for name, key in zip(names, MAMBA2_SIZES)}
-    if not all(is_size(known.get(name)) for name in names) or not is_size(layers):
-        return {}
-    if isinstance(kinds, list) and kinds:
-        found, mlps = (tuple(layer for layer, each in enumerate(kinds) if each == kind) for kind in (RECURRENT, MLP))
-    else:
-        found, mlps = recurrent_between(layers, every) if is_size(every) else (), ()
-    return {"recurrent_layers": found, "mlp_layers": mlps, **{name: known[name] for name in names}} if found else {}
-
-
-def latent_sizes(known: Mapping[str, object]) -> dict[str, int]:
-    """Return {field of `ModelSizes`: value} for the latent attention in a config.json; {} if it has none."""
-    sizes = {name: value for name in SIZES if is_size(value := known.get(name))}
-    if len(sizes) < len(SIZES):
-        return {}
-    rank = known.get("q_lora_rank")
-    head_dim = sizes.pop("qk_nope_head_dim") + sizes["qk_rope_head_dim"]
-    return {**sizes, "q_lora_rank": rank if is_size(rank) else 0, "head_dim": head_dim}
-
-
-def window_sizes(known: Mapping[str, object]) -> dict[str, int]:
-    """Return {field of `ModelSizes`: value} for the sliding window in a config.json with the defaults of its
-    model_type; an empty mapping if no layer has one."""
-    try:
-        check_layers(known)
-    except ModelFolderError:
-        return {}  # the checks of the model report this error
-    window, kinds = known.get("sliding_window"), SUPPORTED_ARCHITECTURES[known["model_type"]].layer_types(known)
-    layers = sum(kind == SLIDING for kind in kinds)
-    return {"window": window, "windowed_layers": layers} if window is not None and layers else {}
-
-
 def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSizes | None:
     """Return the sizes of a model on this machine, from its folder's config.json and the overrides of it.
 
     Return None if the folder is missing, or if its file is unreadable or lacks sizes, which other checks report."""
-    known: dict[str, object] = {}
+    config: Mapping[str, Plain] = {}
     folder = local_folder(model_name)
-    if folder is not None and (folder / "config.json").is_file():
-        try:
-            known = dict(text_section(read_config_file(folder)))
-        except ModelFolderError:
-            return None  # the checks of the model report this error
-    elif model_name.rpartition("/")[2].lower() == "smollm2-135m-instruct" and (packaged := known_model(model_name)):
-        known = packaged.sizes.as_config()  # the packaged model may not be downloaded yet
-    known |= overrides or {}
-    made = SUPPORTED_ARCHITECTURES.get(str(known.get("model_type")))
-    if made is not None:
-        known = {**made.defaults, **known}
-    if made is not None and made.one_block:
-        try:
-            known = canonical(known)
-        except ModelFolderError:
-            return None
-    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    optional = [name for name in ("num_key_value_heads", "head_dim") if known.get(name)]
-    sizes = {name: value for name in (*needed, *optional) if is_size(value := known.get(name))}
-    if len(sizes) < len(needed) + len(optional):
+    try:
+        if folder is not None and (folder / "config.json").is_file():
+            config = text_section(read_config_file(folder))
+        elif model_name.rpartition("/")[2].lower() == "smollm2-135m-instruct" and (packaged := known_model(model_name)):
+            config = packaged.config  # the packaged model may not be downloaded yet
+    except ModelFolderError:
+        return None
+    try:
+        return ModelSizes.of(native_config(canonical_config(config, overrides)))
+    except ModelFolderError:
+        return _sizes_for_transformers({**config, **(overrides or {})})
+
+
+def _sizes_for_transformers(config: Mapping[str, Plain]) -> ModelSizes | None:
+    """Return the sizes of a model that the native core does not compute, with all layers like those of a Llama or, with
+    experts, of a Mixtral; None if the config.json lacks sizes."""
+    optional = [name for name in ("num_key_value_heads", "head_dim") if config.get(name)]
+    sizes = {name: value for name in (*_NEEDED, *optional) if is_size(value := config.get(name))}
+    if len(sizes) < len(_NEEDED) + len(optional):
         return None
     heads = sizes["num_attention_heads"]
-    derived = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads}
-    tied = bool(known.get("tie_word_embeddings", False))
-    structure: dict[str, object] = {}
-    if made is not None:
-        structure = {
-            "fused_tensors": made.fused_tensors,
-            "has_router_biases": made.experts is not None and made.experts.sigmoid,
-            "normalises_heads": made.qk_norm != "none" and bool(known.get("use_qk_norm", True)),
-            "norms_of_results": sum(place.startswith("after") for place in made.norms),
-            **window_sizes(known),
-        }
-    more = (expert_sizes(known) if has_experts(known) else {}) | recurrent_sizes(known) | latent_sizes(known)
-    if "experts" in more:
-        mlps = more.get("mlp_layers") or range(sizes["num_hidden_layers"])
-        try:
-            more["expert_layers"] = tuple(mlps if made is None else layers_with_experts(known))
-        except (TypeError, ZeroDivisionError):  # the checks of the model report the key
-            return None
-        more["dense_mlps"] = len(mlps) - len(more["expert_layers"])
-    return ModelSizes(**derived | sizes | more | structure, tie_word_embeddings=tied)
+    latent = [config.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    head_dim = sum(latent) if all(map(is_size, latent)) else sizes["hidden_size"] // heads
+    sizes = {"num_key_value_heads": heads, "head_dim": head_dim, **sizes}
+    count = next((value for name in EXPERT_COUNTS if is_size(value := config.get(name))), 1)
+    if count > 1:
+        chosen, width, shared = (
+            config.get(name) for name in ("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+        )
+        sizes |= {"experts": count, "experts_per_token": chosen if is_size(chosen) else 1}
+        sizes["expert_layers"] = tuple(range(sizes["num_hidden_layers"]))
+        if is_size(width):
+            sizes["intermediate_size"] = width
+        sizes["shared_expert_size"] = shared * sizes["intermediate_size"] if is_size(shared) else 0
+    return ModelSizes(**sizes, tie_word_embeddings=bool(config.get("tie_word_embeddings", False)))

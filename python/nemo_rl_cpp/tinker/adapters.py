@@ -25,6 +25,7 @@ from nemo_rl_cpp.models.generation.native import native_runner
 from nemo_rl_cpp.models.hf_config import max_positions
 from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
+from nemo_rl_cpp.models.model_sizes import ModelSizes
 from nemo_rl_cpp.models.policy.micro_batches import RowBatch, wanted_tokens
 from nemo_rl_cpp.models.trained_model import DTYPES
 from nemo_rl_cpp.serving.engine import score_sequence
@@ -164,7 +165,7 @@ class AdaptedModel:
     def __init__(self, base: Base, shape: Shape) -> None:
         self.base, self.shape = base, shape
         native = base.folder.native()
-        layers = LayerKinds.of_native(native)
+        layers = LayerKinds.of(ModelSizes.of(native))
         if "experts" in native and shape.train_mlp:
             raise UserError(
                 f"{base.names[0]} is a mixture of experts, whose experts get no adapters: set train_mlp=False"

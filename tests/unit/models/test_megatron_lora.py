@@ -10,7 +10,7 @@ from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import tiny_random
-from nemo_rl_cpp.models.model_sizes import model_sizes
+from nemo_rl_cpp.models.model_sizes import ModelSizes, model_sizes
 from nemo_rl_cpp.models.weights import initialize_weights, named_views
 from safetensors.torch import load_file
 from test_lora_of_a_model import LATENT, MAMBA, RECURRENT, SHARED, SIZES
@@ -38,7 +38,7 @@ def policy(**keys) -> PolicyConfig:
 )  # fmt: skip
 def test_megatron_lora_targets_select_one_adapter_per_fused_projection(keys, more, expected):
     folder, config = tiny_random(SIZES | more), policy(**keys)
-    modules = adapted_modules(config.lora, LayerKinds.of_native(folder.native(), joined=True))
+    modules = adapted_modules(config.lora, LayerKinds.of(ModelSizes.of(folder.native()), joined=True))
     assert [module.removeprefix("model.layers.") for module in modules] == expected
     layout = C.ParameterLayout(folder.native(), 4, Lora.of(config, folder, "policy").targets)
     sizes = adapter_sizes(config.lora, model_sizes("tiny-random", SIZES | {"head_dim": 16} | more))

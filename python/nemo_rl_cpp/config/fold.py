@@ -18,7 +18,7 @@ from .generation import FOREIGN_ENGINES
 from .optimizer import PARALLEL_SIZES
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
+    from nemo_rl_cpp.config.master import WholeConfig
     from nemo_rl_cpp.config.policy import PolicyConfig
 
 
@@ -73,17 +73,9 @@ def exactness_text(config: WholeConfig) -> str | None:
         return None
     how = "equal to the bit" if row.equal else "equal up to rounding"
     text = f"generation ({engine_name(config.policy)}) and training ({config.policy.backend}) are {how}: {row.text}"
-    correction = correction_text(config)
-    return text if correction is None else f"{text}; {correction}"
-
-
-def correction_text(config: TrainMasterConfig) -> str | None:
-    """Return a note that loss_fn.use_importance_sampling_correction was set to true because generation and training are
-    not bit-identical. Return None if they are bit-identical, or if the key is set explicitly."""
-    row = exactness_of(config.policy)
-    if row is None or row.equal or not config.loss_fn.correction_left_open:
-        return None
-    return "loss_fn.use_importance_sampling_correction was left open and is true because of that"
+    if row.equal or not config.loss_fn.correction_left_open:
+        return text
+    return f"{text}; loss_fn.use_importance_sampling_correction was left open and is true because of that"
 
 
 _ENGINE_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size")
@@ -168,18 +160,12 @@ def _own_engine(config: WholeConfig) -> str:
     return "transformers" if policy is not None and policy.backend == "hf" else "the native engine"
 
 
-def keys_without_effect(config: WholeConfig) -> dict[str, list[str]]:
-    """Return {section: its ignored keys that a file or the command line sets to a value other than the default}. Such
-    keys configure kernels, communication or engines of other implementations."""
+def keys_without_effect_text(config: WholeConfig) -> str | None:
+    """Return a text that lists ignored keys that a file or the command line sets to a value other than the default;
+    they configure kernels, communication or engines of other implementations. None if there are no such keys."""
     found: dict[str, list[str]] = {}
     for section, name in _ineffective(config, "", config.positions):
         found.setdefault(section, []).append(name)
-    return found
-
-
-def keys_without_effect_text(config: WholeConfig) -> str | None:
-    """Return the result of `keys_without_effect` as text for the terminal; None if there are no such keys."""
-    found = keys_without_effect(config)
     if not found:
         return None
     lines = ["Keys without effect here (they only steer NeMo RL's own engines, kernels and communication):"]

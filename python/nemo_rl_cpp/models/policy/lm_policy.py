@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -17,7 +16,6 @@ from nemo_rl_cpp.config.rules_model import checked_policy
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.cluster import Cluster
 from nemo_rl_cpp.distributed.ragged_batch import Batch, BatchedDataDict, RaggedBatch
-from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.models.generation.native import NativeGeneration, generation_on
 from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult
@@ -41,13 +39,10 @@ class Policy(TrainedModel, PolicyInterface):
 
     def __init__(
         self, cluster: Cluster | None, config: PolicyConfig | Mapping[str, object], tokenizer: TokenizerType | None,
-        *, weights_path: str | Path | None = None, optimizer_path: str | Path | None = None, init_reference_model: bool = True,
-        total_steps: int | None = None, seed: int = 0, ranks: Ranks | None = None, teachers: Mapping[str, str] = MappingProxyType({}),
+        *, init_reference_model: bool = True, teachers: Mapping[str, str] = MappingProxyType({}), **options: object,
     ):  # fmt: skip
         config = checked_policy(config)
-        super().__init__(
-            cluster, config, tokenizer, weights_path=weights_path, optimizer_path=optimizer_path, total_steps=total_steps, seed=seed, ranks=ranks,
-        )  # fmt: skip
+        super().__init__(cluster, config, tokenizer, **options)
         self.scoring = Scoring.of(config.generation)
         self.reference: C.DecoderModel | None = None
         if init_reference_model:  # with LoRA it is the current model without its adapters

@@ -292,7 +292,7 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, vocab_size: int, end
         writer.add_token_merges(merges)
     elif model.get("byte_fallback"):
         writer.add_tokenizer_model("llama")
-        writer.add_token_scores(_scores(tokens, kinds, merges))
+        writer.add_token_scores(_scores(tokens, merges))
         writer.add_add_space_prefix(tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).tokens[0] != "a")
         for i, token in enumerate(tokens):
             if _BYTE.fullmatch(token):
@@ -325,7 +325,7 @@ def _split_name(pre_tokenizer: Mapping[str, Plain]) -> str:
     )
 
 
-def _scores(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str]) -> list[float]:
+def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
     """Return a score for each token: llama.cpp applies the merge whose resulting token has the highest one."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):

@@ -6,6 +6,7 @@ import re
 from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING
 
 import huggingface_hub  # loads its parts when they are first used
@@ -142,40 +143,14 @@ def card_text(config: TrainMasterConfig, step: int) -> str:
         "rows given from Python" if name == _GIVEN else _shown(name) if path is None else f"{name}, {_shown(path)}"
         for name, path in sets
     ]
-    loading = _LOADING
-    if config.policy.quantization is not None:  # the folder has an adapter and no weights of the model
-        adapted = f'model = AutoModelForCausalLM.from_pretrained("{_shown(base)}")\n{_ADAPTING}'
-        loading = loading.replace(_WHOLE, adapted).replace("\nfrom trans", "\nfrom peft import PeftModel\nfrom trans")
-    return (
-        f"---\n{dump_yaml(front).strip()}\n---\n\n{_MARK} {__version__} -->\n\n# {title}\n\n"
-        f"This model was trained by reinforcement learning with nemo_rl_cpp {__version__}: {step} steps on {', '.join(data)}. Its terms of "
-        f"use are those of the base model.\n{loading}"
-    )
-
-
-_WHOLE = 'model = AutoModelForCausalLM.from_pretrained("FOLDER OR REPOSITORY")'
-_ADAPTING = 'model = PeftModel.from_pretrained(model, "FOLDER OR REPOSITORY", subfolder="adapter")'
-_LOADING = f"""
-## How to load it
-
-With transformers:
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("FOLDER OR REPOSITORY")
-{_WHOLE}
-```
-
-With nemo_rl_cpp:
-
-```python
-import nemo_rl_cpp
-
-model = nemo_rl_cpp.load("FOLDER OR REPOSITORY")
-print(model.chat("Hello"))
-```
-"""
+    is_adapter = config.policy.quantization is not None  # the folder has then no weights of the model
+    adapting = 'model = PeftModel.from_pretrained(model, "FOLDER OR REPOSITORY", subfolder="adapter")\n'
+    template = Template(Path(__file__).with_name("model_card.txt").read_text(encoding="utf-8"))
+    return template.substitute(
+        front=dump_yaml(front).strip(), mark=_MARK, version=__version__, title=title, steps=step, data=", ".join(data),
+        imports="from peft import PeftModel\n" if is_adapter else "",
+        weights=_shown(base) if is_adapter else "FOLDER OR REPOSITORY", adapter=adapting if is_adapter else "",
+    )  # fmt: skip
 
 
 def _is_repository(name: str) -> bool:

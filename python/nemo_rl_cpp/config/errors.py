@@ -115,20 +115,16 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    kind: Kind(*texts)
-    for kind, *texts in (
-        ("grpo", "a GRPO run", "run_grpo_math", "grpo_math_1B.yaml", "Train a language model with GRPO, DAPO or ProRLv2."),
-        ("ppo", "a PPO run", "run_ppo", "ppo_math_1B_megatron.yaml", "Train a language model with PPO."),
-        (
-            "distillation", "a distillation run", "run_distillation", "distillation_arithmetic_smollm2.yaml",
-            "Train a language model on what a teacher says of its answers.",
-        ),
-        (
-            "sft", "supervised fine-tuning", "run_sft", "sft_arithmetic_smollm2.yaml",
-            "Train a language model on the answers of a file.",
-        ),
-        ("eval", "an evaluation", "run_eval", "evals/eval.yaml", "Evaluate a language model: pass@k or cons@k."),
-    )
+    "grpo": Kind("a GRPO run", "run_grpo_math", "grpo_math_1B.yaml", "Train a language model with GRPO, DAPO or ProRLv2."),
+    "ppo": Kind("a PPO run", "run_ppo", "ppo_math_1B_megatron.yaml", "Train a language model with PPO."),
+    "distillation": Kind(
+        "a distillation run", "run_distillation", "distillation_arithmetic_smollm2.yaml",
+        "Train a language model on what a teacher says of its answers.",
+    ),
+    "sft": Kind(
+        "supervised fine-tuning", "run_sft", "sft_arithmetic_smollm2.yaml", "Train a language model on the answers of a file."
+    ),
+    "eval": Kind("an evaluation", "run_eval", "evals/eval.yaml", "Evaluate a language model: pass@k or cons@k."),
 }  # fmt: skip
 """The kinds of configuration. The name of a kind is also the section that identifies its files."""
 

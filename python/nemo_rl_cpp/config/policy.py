@@ -12,17 +12,7 @@ from .base import Count, Entry, NonNegative, OneOf, Positive, Section, Table, Te
 from .errors import Report
 from .generation import GenerationConfig
 from .lora import Adapters, check_lora
-from .optimizer import (
-    DTensorConfig,
-    MegatronConfig,
-    MegatronSchedule,
-    OptimizerConfig,
-    OptimizerSettings,
-    SchedulerStage,
-    TorchSchedule,
-    megatron_schedule,
-    torch_schedule,
-)
+from .optimizer import DTensorConfig, MegatronConfig, OptimizerConfig, OptimizerSettings, SchedulerStage
 
 PACKERS: Table[Entry] = Table(
     "packer",
@@ -232,13 +222,6 @@ class TrainedModelConfig(Section):
         has_copies = self.backend == "native" and self.precision == "bfloat16" and self.lora is None
         moments, halves = (given.exp_avg_dtype, given.exp_avg_sq_dtype), given.store_param_remainders and has_copies
         return OptimizerSettings(given.lr, given.weight_decay, betas, eps, *moments, halves)
-
-    def effective_scheduler(self) -> TorchSchedule | MegatronSchedule | None:
-        """Return the learning-rate schedule, from megatron_cfg if it is enabled, otherwise from `scheduler`. None: a
-        constant learning rate."""
-        if self.megatron_cfg.enabled:
-            return megatron_schedule(self.megatron_cfg.optimizer, self.megatron_cfg.scheduler)
-        return torch_schedule(self.scheduler)
 
     def tensor_parallel(self, processes: int) -> int:
         """Return the tensor-parallel size set in the section of the enabled backend. Return 1 if it does not divide the

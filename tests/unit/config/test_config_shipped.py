@@ -10,9 +10,9 @@ from nemo_rl_cpp.config import find_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.data import DATASET_REGISTRY, DatasetConfig
 from nemo_rl_cpp.config.env import ENV_REGISTRY, environment_sections
 from nemo_rl_cpp.config.loader import LOADERS, kind_of
-from nemo_rl_cpp.config.optimizer import MegatronSchedule, TorchSchedule, TorchStage
 from nemo_rl_cpp.environments.loading import environment_class
 from nemo_rl_cpp.files.yaml_text import dump_yaml
+from nemo_rl_cpp.models.policy.updates import create_schedule
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -138,16 +138,20 @@ def test_deprecated_key_name_in_a_child_file_overrides_the_current_name_in_the_p
 def test_optimizer_and_schedule_settings_are_read_from_the_section_of_the_enabled_backend():
     dtensor = load_grpo_config("grpo_math_1B.yaml", ["policy.dtensor_cfg.activation_checkpointing=true"]).policy
     assert dtensor.effective_optimizer().lr == 5e-6
-    rises = TorchStage("LinearLR", {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 50})
-    stays = TorchStage("ConstantLR", {"factor": 1.0, "total_iters": 10**10})
-    assert dtensor.effective_scheduler() == TorchSchedule((rises, stays), (50,))
+    schedule, rates = create_schedule(dtensor), []
+    for _ in range(61):
+        rates.append(schedule.lr)
+        schedule.step()
+    assert (rates[0], rates[25], rates[60]) == pytest.approx((5e-7, 2.75e-6, 5e-6)) and schedule.weight_decay == 0.01
     assert (dtensor.effective_max_grad_norm(), dtensor.activation_checkpointing) == (1.0, True)
 
     megatron = load_ppo_config("ppo_math_1B_megatron.yaml", ["value.megatron_cfg.optimizer.clip_grad=0"])
     assert megatron.value.effective_optimizer().lr == 2e-6
-    assert megatron.policy.effective_scheduler() == MegatronSchedule(
-        1e-6, 1e-7, "constant", 1000, 10, 1e-7, 0.1, 0.1, "constant"
-    )
+    schedule = create_schedule(megatron.policy)
+    assert (schedule.lr, schedule.weight_decay) == (1e-7, 0.1)
+    for _ in range(20):
+        schedule.step()
+    assert (schedule.lr, schedule.weight_decay) == (1e-6, 0.1)
     assert (megatron.policy.effective_max_grad_norm(), megatron.value.effective_max_grad_norm()) == (1.0, None)
 
 

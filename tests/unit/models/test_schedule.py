@@ -4,21 +4,22 @@ import json
 
 import pytest
 import torch
-from nemo_rl_cpp.config.optimizer import MegatronSchedule, TorchSchedule, TorchStage
+from nemo_rl_cpp.config.optimizer import MegatronOptimizerConfig, MegatronSchedulerConfig, SchedulerStage
 from nemo_rl_cpp.models.policy.updates import MegatronLearningRate, TorchLearningRate
 
-WARMUP = TorchSchedule(
-    (TorchStage("LinearLR", {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 5}), TorchStage("ConstantLR", {"factor": 1.0, "total_iters": 10**10})),
-    (5,),
-)  # fmt: skip
-COSINE = TorchSchedule((TorchStage("CosineAnnealingLR", {"T_max": 8, "eta_min": 1e-5}),), ())
+WARMUP = [
+    SchedulerStage(name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "end_factor": 1.0, "total_iters": 5}),
+    SchedulerStage(name="torch.optim.lr_scheduler.ConstantLR", kwargs={"factor": 1.0, "total_iters": 10**10}),
+    SchedulerStage(milestones=[5]),
+]  # fmt: skip
+COSINE = [SchedulerStage(name="CosineAnnealingLR", kwargs={"T_max": 8, "eta_min": 1e-5})]
 
 
 def torch_rates(schedule, steps):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     make = torch.optim.lr_scheduler
-    stages = [getattr(make, s.name)(optimizer, **s.kwargs) for s in schedule.stages]
-    scheduler = stages[0] if len(stages) == 1 else make.SequentialLR(optimizer, stages, list(schedule.milestones))
+    stages = [getattr(make, s.name.rpartition(".")[2])(optimizer, **s.kwargs) for s in schedule if s.name]
+    scheduler = stages[0] if len(stages) == 1 else make.SequentialLR(optimizer, stages, schedule[-1].milestones)
     rates = []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -27,9 +28,9 @@ def torch_rates(schedule, steps):
     return rates
 
 
-@pytest.mark.parametrize("schedule", [WARMUP, COSINE, None])
+@pytest.mark.parametrize("schedule", [WARMUP, COSINE, []])
 def test_configured_torch_schedules_give_the_learning_rates_of_torch_even_after_a_resume(schedule):
-    expected = [1e-3] * 12 if schedule is None else torch_rates(schedule, 12)
+    expected = torch_rates(schedule, 12) if schedule else [1e-3] * 12
     ours = TorchLearningRate(1e-3, 0.01, schedule)
     rates = []
     for step in range(12):
@@ -42,10 +43,11 @@ def test_configured_torch_schedules_give_the_learning_rates_of_torch_even_after_
     assert rates == expected and ours.weight_decay == 0.01
 
 
-def megatron(style, **changes):
-    values = dict(max_lr=1.0, min_lr=0.1, lr_decay_style=style, lr_decay_iters=10, lr_warmup_iters=2, lr_warmup_init=0.5, start_weight_decay=0.0,
-                  end_weight_decay=0.2, weight_decay_incr_style="linear")  # fmt: skip
-    return MegatronSchedule(**{**values, **changes})
+def megatron(style, total_steps=None, **changes):
+    values = dict(lr_decay_style=style, lr_decay_iters=10, lr_warmup_iters=2, lr_warmup_init=0.5, start_weight_decay=0.0, end_weight_decay=0.2,
+                  weight_decay_incr_style="linear")  # fmt: skip
+    optimizer = MegatronOptimizerConfig(lr=1.0, min_lr=0.1)
+    return MegatronLearningRate(optimizer, MegatronSchedulerConfig(**{**values, **changes}), total_steps)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,7 @@ def megatron(style, **changes):
     [("constant", 1.0, 1.0), ("linear", 0.1 + 0.9 * 0.5, 0.1), ("cosine", 0.1 + 0.9 * 0.5, 0.1)],
 )
 def test_megatron_learning_rate_schedule_warms_up_and_decays(style, at_six, at_twelve):
-    ours = MegatronLearningRate(megatron(style))
+    ours = megatron(style)
     rates, decays = [], []
     for _ in range(13):
         rates.append(ours.lr)
@@ -66,10 +68,7 @@ def test_megatron_learning_rate_schedule_warms_up_and_decays(style, at_six, at_t
 
 
 def test_learning_rate_and_weight_decay_schedules_span_the_run_by_default():
-    ours, whole = (
-        MegatronLearningRate(megatron("linear"), 20),
-        MegatronLearningRate(megatron("linear", lr_decay_iters=None), 20),
-    )
+    ours, whole = (megatron("linear", 20), megatron("linear", 20, lr_decay_iters=None))
     for _ in range(10):
         ours.step(), whole.step()
     assert ours.lr == pytest.approx(0.1) and ours.weight_decay == pytest.approx(0.1)
@@ -77,7 +76,7 @@ def test_learning_rate_and_weight_decay_schedules_span_the_run_by_default():
 
 
 def test_resumed_megatron_schedule_continues_with_the_same_learning_rates():
-    ours, again = MegatronLearningRate(megatron("linear")), MegatronLearningRate(megatron("linear"))
+    ours, again = megatron("linear"), megatron("linear")
     for _ in range(5):
         ours.step()
     again.load_state_dict(ours.state_dict())

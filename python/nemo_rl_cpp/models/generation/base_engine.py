@@ -97,6 +97,7 @@ class BaseEngine(GenerationInterface):
         self._stop_token_ids = [int(token) for token in ends]
         self._digest, self._memory_share = digest, memory_share
         self._next_draw_id = 0
+        self.sampling_rule(greedy=False, stream="train")  # reports bad values now rather than at the first step
 
     # ---- token ids in, token ids out
 

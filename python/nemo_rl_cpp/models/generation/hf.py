@@ -47,7 +47,6 @@ class HfGeneration(BaseEngine):
         super().__init__(config, tokenizer, **options)
         self.module = module
         self._vocab_size = module.config.get_text_config().vocab_size
-        self.sampling_rule(greedy=False, stream="train")  # reports bad values now rather than at the first step
 
     def _respond(self, asked: GenerationRequest, on_finished: OnFinished | None) -> Responses:
         if any("" in row for row in asked.stops):

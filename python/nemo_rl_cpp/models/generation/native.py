@@ -62,7 +62,6 @@ class NativeGeneration(BaseEngine):
             prefill_chunk_tokens=self.config.prefill_chunk_tokens,
             max_model_len=self.max_model_len,
         )
-        self.sampling_rule(greedy=False, stream="train")  # reports bad values now rather than at the first step
         self.prepare_for_generation()
 
     def _respond(

@@ -10,7 +10,7 @@ from typing import Self, TypeVar
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from nemo_rl_cpp.config.optimizer import MegatronSchedule, TorchSchedule
+from nemo_rl_cpp.config.optimizer import MegatronOptimizerConfig, MegatronSchedulerConfig, SchedulerStage
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.metrics import extremum
 from nemo_rl_cpp.models.interfaces import TrainingResult
@@ -149,19 +149,21 @@ class TorchLearningRate(LearningRateSchedule):
 
     Several classes follow each other at the steps `milestones` (SequentialLR). Without any, the rate is constant."""
 
-    def __init__(self, lr: float, weight_decay: float, schedule: TorchSchedule | None):
+    def __init__(self, lr: float, weight_decay: float, stages: Sequence[SchedulerStage] = ()):
         super().__init__()
         self._optimizer, self.weight_decay = _StandInOptimizer(lr), weight_decay
-        self._scheduler = self._build(schedule)
-
-    def _build(self, schedule: TorchSchedule | None) -> LRScheduler:
         schedulers = torch.optim.lr_scheduler
-        if schedule is None or not schedule.stages:
-            return schedulers.ConstantLR(self._optimizer, factor=1.0, total_iters=0)
-        stages = [getattr(schedulers, s.name.rsplit(".", 1)[-1])(self._optimizer, **s.kwargs) for s in schedule.stages]
-        if len(stages) == 1:
-            return stages[0]
-        return schedulers.SequentialLR(self._optimizer, schedulers=stages, milestones=list(schedule.milestones))
+        parts = [
+            getattr(schedulers, stage.name.rpartition(".")[2])(self._optimizer, **stage.kwargs)
+            for stage in stages
+            if stage.name is not None
+        ]
+        if not parts:
+            parts = [schedulers.ConstantLR(self._optimizer, factor=1.0, total_iters=0)]
+        self._scheduler: LRScheduler = parts[0]
+        if len(parts) > 1:
+            milestones = next(stage.milestones for stage in stages if stage.milestones is not None)
+            self._scheduler = schedulers.SequentialLR(self._optimizer, schedulers=parts, milestones=milestones)
 
     @property
     def lr(self) -> float:
@@ -182,41 +184,46 @@ class MegatronLearningRate(LearningRateSchedule):
     lr(n) = min + c (max - min), where c is 1 - r (linear) or (cos(pi r) + 1) / 2 (cosine); inverse-square-root gives
     max sqrt(warmup / n). Weight decay goes from its start to its end value over `total_steps`."""
 
-    def __init__(self, schedule: MegatronSchedule, total_steps: int | None = None):
+    def __init__(
+        self, optimizer: MegatronOptimizerConfig, schedule: MegatronSchedulerConfig, total_steps: int | None = None
+    ) -> None:
         super().__init__()
-        self._schedule = schedule
+        self._schedule, self._max_lr, self._min_lr = schedule, optimizer.lr, optimizer.min_lr
+        given = schedule.start_weight_decay, schedule.end_weight_decay
+        self._decays = [optimizer.weight_decay if decay is None else decay for decay in given]
         self._decay_steps = schedule.lr_decay_iters or total_steps or max(1, schedule.lr_warmup_iters + 1)
         self._total_steps = total_steps or self._decay_steps
 
     @property
     def lr(self) -> float:
-        s, n = self._schedule, self._steps
+        s, n, most, least = self._schedule, self._steps, self._max_lr, self._min_lr
         if s.lr_warmup_iters > 0 and n <= s.lr_warmup_iters:
-            return s.lr_warmup_init + (s.max_lr - s.lr_warmup_init) * n / s.lr_warmup_iters
+            return s.lr_warmup_init + (most - s.lr_warmup_init) * n / s.lr_warmup_iters
         if s.lr_decay_style == "constant":
-            return s.max_lr
+            return most
         if n > self._decay_steps:
-            return s.min_lr
+            return least
         if s.lr_decay_style == "inverse-square-root":
             warmup = max(s.lr_warmup_iters, 1)
-            return max(s.min_lr, s.max_lr * math.sqrt(warmup) / math.sqrt(max(n, 1)))
+            return max(least, most * math.sqrt(warmup) / math.sqrt(max(n, 1)))
         ratio = (n - s.lr_warmup_iters) / max(1, self._decay_steps - s.lr_warmup_iters)
         coefficient = 1.0 - ratio if s.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
-        return s.min_lr + coefficient * (s.max_lr - s.min_lr)
+        return least + coefficient * (most - least)
 
     @property
     def weight_decay(self) -> float:
-        s = self._schedule
-        if s.weight_decay_incr_style == "constant":
-            return s.end_weight_decay
+        style, (start, end) = self._schedule.weight_decay_incr_style, self._decays
+        if style == "constant":
+            return end
         ratio = min(1.0, self._steps / self._total_steps)
-        coefficient = ratio if s.weight_decay_incr_style == "linear" else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1.0)
-        return s.start_weight_decay + coefficient * (s.end_weight_decay - s.start_weight_decay)
+        coefficient = ratio if style == "linear" else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1.0)
+        return start + coefficient * (end - start)
 
 
 def create_schedule(config: TrainedModelConfig, total_steps: int | None = None) -> LearningRateSchedule:
     """Return the learning-rate schedule of a `policy` or `value` section. `total_steps` is the length of the run."""
-    optimizer, schedule = config.effective_optimizer(), config.effective_scheduler()
-    if isinstance(schedule, MegatronSchedule):
-        return MegatronLearningRate(schedule, total_steps)
-    return TorchLearningRate(optimizer.lr, optimizer.weight_decay, schedule)
+    megatron = config.megatron_cfg
+    if megatron.enabled:
+        return MegatronLearningRate(megatron.optimizer, megatron.scheduler, total_steps)
+    optimizer = config.effective_optimizer()
+    return TorchLearningRate(optimizer.lr, optimizer.weight_decay, config.scheduler or ())

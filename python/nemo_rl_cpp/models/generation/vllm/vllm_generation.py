@@ -252,7 +252,6 @@ class VllmGeneration(BaseEngine):
     ) -> None:
         longest = config.generation.effective_max_model_len(config.max_total_sequence_length)
         super().__init__(config.generation, tokenizer, end_token_ids=end_token_ids, max_model_len=longest, seed=seed)
-        self.sampling(greedy=False, stream="train")  # reports bad values now rather than at the first step
         self.model_config = policy.saved_config()
         self.weight_version: int | None = None
         self._arrived: str | None = None

@@ -36,9 +36,8 @@ from .errors import ConfigError, Problem, Report, dotted_key, sentence, shown, u
 
 
 class _Made(type(BaseModel)):  # type: ignore[misc]
-    """The metaclass of `Section`. It makes `Section(key=value)` in Python code raise one ConfigError that lists all
-    mistakes: types, unknown keys, unsupported values and, for a whole configuration, keys that do not fit together. The
-    loader of files does not use it."""
+    """The metaclass of `Section`, by which `Section(key=value)` in Python code raises one ConfigError for all
+    mistakes."""
 
     def __call__(cls, *given: object, **values: object) -> Any:
         name = cls.__name__
@@ -288,7 +287,7 @@ def fields_of(model: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
 
 
 def section_at(model: type[Section], dotted: str) -> type[Section] | None:
-    """Return the class of the nested section at a dotted key of `model`; None if the key is not a section."""
+    """Return the class of the section at a dotted key of `model`; None if the key is not a section."""
     found: type[Section] | None = model
     for part in dotted.split("."):
         info = dict(fields_of(found)).get(part) if found is not None else None
@@ -316,8 +315,7 @@ def mark_of(info: FieldInfo) -> Mapping[str, object]:
 
 
 def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:
-    """Return the overrides of the command line, with `++` put before each `KEY=VALUE` whose key is a free-form mapping
-    or lies inside one, because such a key may be new."""
+    """Return the overrides with `++` before each `KEY=VALUE` of a free-form mapping, in which a key may be new."""
     free = free_mappings(model)
 
     def added(override: str) -> str:
@@ -330,8 +328,7 @@ def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:
 
 @cache
 def free_mappings(model: type[Section]) -> frozenset[str]:
-    """Return the dotted keys whose values are free-form mappings. An override may add keys to these mappings without
-    `+`. `env` is not among them, because its sections are checked."""
+    """Return the dotted keys of free-form mappings; `env` is not among them, because its sections are checked."""
     return frozenset(key for key, info in dotted_fields(model) if _is_mapping(info.annotation) and key != "env")
 
 
@@ -408,10 +405,8 @@ M = TypeVar("M", bound=Section)
 
 
 def as_model(config: object, model: type[M], section: str = "") -> M:
-    """Return `config` if it is an instance of `model`, or build an instance from a mapping. Raise ConfigError if the
-    mapping has mistakes.
-
-    `section` is the dotted key under which a file has the mapping ("env.math"), for messages."""
+    """Return `config`, or an instance of `model` for a mapping. Raise ConfigError for mistakes, with keys below
+    `section` ("env.math")."""
     if isinstance(config, model):
         return config
     if not isinstance(config, Mapping):
@@ -428,10 +423,8 @@ def as_model(config: object, model: type[M], section: str = "") -> M:
 
 @dataclass(frozen=True)
 class Entry:
-    """The definition of one name of a `Table`.
-
-    Attributes:
-        target: the object with this name, or `package.module:Name`, from which `load` imports it."""
+    """The definition of one name of a `Table`: `target` is an object, or `package.module:Name`, which `load`
+    imports."""
 
     target: object
 
@@ -478,7 +471,6 @@ class OneOf:
 
     @property
     def choices(self) -> list[str]:
-        """Return the allowed values, for the documentation."""
         return [*self.names(), *(["a dotted name"] if self.dotted else [])]
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:

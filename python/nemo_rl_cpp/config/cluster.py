@@ -127,12 +127,8 @@ class ClusterConfig(Section):
 
 
 def engines_of(config: TrainMasterConfig) -> int:
-    """Return the number of workers that only generate; 0 if the training processes also generate, with their own
-    weights.
-
-    If `cluster.num_nodes` is 1, the number is `colocated.resources.gpus_per_node`, otherwise
-    `colocated.resources.num_nodes` x `cluster.gpus_per_node`. With the executor `auto` the number is 1 if rollouts
-    overlap with training."""
+    """Return the number of workers that only generate, from `colocated.resources` or 1 for the executor `auto`; 0 if
+    the training processes also generate, with their own weights."""
     colocated, cluster = config.policy.generation.colocated, config.cluster
     if cluster.is_split and not colocated.enabled:
         return 1

@@ -135,7 +135,6 @@ class DistillationConfig(LoopConfig):
 
 
 def check_teachers(config: TaughtMasterConfig | DistillationMasterConfig, report: Report) -> None:
-    """Report settings of the teachers that do not fit the advantage estimator or the policy."""
     estimator, key = config.loop.adv_estimator, f"{config.algorithm}.adv_estimator"
     taught = estimator.name == "opd"
     for name in ("proximal_teacher_alpha", "subtract_global_baseline", "outcome_advantage_weight"):
@@ -250,8 +249,7 @@ class SFTConfig(OnePassLoop):
 
 
 def check_sft(config: SFTMasterConfig, report: Report) -> None:
-    """Report settings that supervised fine-tuning does not support: losses other than nll or a user's loss, and
-    separate generation engines."""
+    """Report losses and separate engines, which supervised fine-tuning does not support."""
     if config.loss_fn.name != "nll" and not is_user_defined(config.loss_fn.name):
         text = f"must be nll, or a loss of yours, not {config.loss_fn.name}: answers of a file have no advantages"
         report.add("loss_fn.name", text)

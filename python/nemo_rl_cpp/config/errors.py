@@ -58,8 +58,8 @@ class Report:
         self.problems: list[Problem] = []
 
     def where(self, dotted: str) -> str:
-        """Return the place where the key `dotted` is set, or else the place of the closest section that contains it, or
-        else the first line of the file."""
+        """Return the place where the key `dotted` or the closest section that contains it is set, else the first line
+        of the file."""
         while dotted:
             if dotted in self._positions:
                 return self._positions[dotted]
@@ -83,10 +83,8 @@ class Report:
         return any(f"{dotted}.".startswith(key) or key.startswith(f"{dotted}.") for key in keys)
 
     def add(self, dotted: str, message: str, *related: str) -> None:
-        """Report a mistake for the key `dotted`, unless a mistake is already reported for this key or a `related` one.
-
-        The reported place is where one of these keys is set: the first key that an override sets, or if there is none,
-        the first that the file sets."""
+        """Report a mistake for the key `dotted`, unless one is reported for this key or a `related` one already. Its
+        place is the first override that sets one of these keys, or else where a file sets the first of them."""
         keys = (dotted, *related)
         if any(self.has_problem(key) for key in keys):
             return
@@ -188,8 +186,8 @@ def shown(value: object) -> str:
 
 
 def sentence(error: ErrorDetails, dotted: str, model: type[Section], where: str = "") -> str:
-    """Return the error message for a pydantic error at the key `dotted` of `model`. `where` is the place that set the
-    key: a file and line, or an override."""
+    """Return the message for a pydantic error at the key `dotted` of `model`, which is set at `where`, a line or an
+    override."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return unknown_key(dotted, model)

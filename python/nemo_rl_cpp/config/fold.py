@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
 
 class Exactness(NamedTuple):
-    """A statement on how closely the log-probabilities of generation and training agree.
-
-    Attributes:
-        equal: whether they are bit-identical.
-        text: the explanation, a clause that completes the sentence built by `exactness_text`."""
+    """How closely the log-probabilities of generation and training agree: whether they are bit-identical, and a clause
+    of `exactness_text`."""
 
     equal: bool
     text: str
@@ -52,9 +49,8 @@ EXACTNESS: dict[tuple[str, str], Exactness] = {
 
 
 def engine_name(policy: PolicyConfig) -> str:
-    """Return the engine that generates: "vllm" if the run uses vLLM itself, otherwise "native" or "hf". If the
-    configuration names another engine of NeMo RL, or vLLM with neither `python` nor `server_url`, the trainer's own
-    engine ("native" or "hf") generates in its place."""
+    """Return the engine that generates: "vllm" if the run uses vLLM itself, otherwise "native" or "hf", the trainer's
+    own engine, which also generates in place of another engine of NeMo RL."""
     backend = policy.generation.backend
     if policy.generation.runs_vllm:
         return "vllm"
@@ -83,10 +79,8 @@ _CUTS_A_MODEL = ("tensor", "pipeline", "context")
 
 
 def sizes_of(config: WholeConfig) -> dict[str, int]:
-    """Return {dotted key: configured size} for the sizes that this run does not use: numbers of machines and devices of
-    the cluster, and of parallel processes of the enabled backends and of vLLM.
-
-    Omit sizes of 1, the cluster's sizes if the run has as many workers, and tensor-parallel sizes that the run uses."""
+    """Return {dotted key: size} for sizes above 1 that this run does not use: numbers of machines and devices of the
+    cluster, and of parallel processes of the enabled backends and of vLLM."""
     ours = config.cluster.has_written_size  # the sizes are used as written
     models = config.trained_models()
     trainers = max(trainers_of(config), 1) if models else 1
@@ -127,9 +121,8 @@ def is_apart(config: WholeConfig) -> bool:
 
 
 def fold_text(config: WholeConfig, forecast: str | None = None) -> str | None:
-    """Return a line that names the devices and the engine for which the configuration file was written, and those that
-    this run uses instead; None if they are the same. A run, `check` and `--dry-run` print the line. `forecast` is a
-    short text about the memory that the run needs, for the end of the line."""
+    """Return a line that names the devices and the engine for which the configuration was written, those that this run
+    uses instead, and the `forecast` of its memory; None if they are the same."""
     devices, generation, apart = devices_of(config), config.sampling[1], is_apart(config)
     written = []
     if devices > 1:

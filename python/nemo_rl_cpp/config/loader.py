@@ -121,8 +121,7 @@ class GivenValues:
         return f"{self._mark}{index}_"
 
     def restore(self, data: dict[str, object], positions: dict[str, str]) -> None:
-        """Replace the placeholders in the loaded configuration `data` by the given values, and record the values'
-        places in `positions`. Both are changed in place."""
+        """Replace the placeholders in the loaded `data` by the given values, and record their places in `positions`."""
         values = list(self._values.values())
         pattern = re.compile(re.escape(self._mark) + r"(\d+)_")
 
@@ -287,8 +286,8 @@ def _not_given(data: object, prefix: str) -> list[str]:
 
 
 def _validate(data: dict[str, object], model: type[Master], report: Report) -> Master | None:
-    """Return `data` as an instance of `model`. Report mistakes and remove wrong values, so that further rules can be
-    checked. Return None if no instance can be built."""
+    """Return `data` as an instance of `model`, or None; report mistakes, and remove wrong values so that further rules
+    can be checked."""
     if isinstance(env := data.get("env"), dict):
         for name, inner in environment_sections().items():
             if isinstance(env.get(name), dict):
@@ -372,12 +371,9 @@ def parent_folders() -> list[str]:
 
 
 def find_config(path: str | os.PathLike[str]) -> Path:
-    """Return the YAML file for `path`.
-
-    If `path` is an existing file, return it. Otherwise look it up in the shipped `configs/`, after removing a leading
-    `examples/configs/` or `configs/`. `grpo.yaml` finds `grpo_math_1B.yaml`, `ppo.yaml` finds
-    `ppo_math_1B_megatron.yaml`, and NeMo RL's `NAME.v2.yaml` finds `NAME.yaml`. If there is no such file, raise
-    ConfigError with the closest names."""
+    """Return the YAML file for `path`: an existing file, or one of the shipped `configs/`, without a leading
+    `examples/configs/` or `configs/`, and with this package's name of NeMo RL's file (`_RENAMED`, `NAME.v2.yaml`).
+    Raise ConfigError with the closest names if there is none."""
     given = Path(path).expanduser()
     if given.is_file():
         return given

@@ -109,7 +109,6 @@ class RewardShapingConfig(Section):
         self.check_together("", report)
 
     def check_together(self, prefix: str, report: Report) -> None:
-        """Report keys that do not fit together. `prefix` precedes the keys in messages."""
         if not self.applies_overlong_penalty:
             return
         buffer, longest = "overlong_buffer_length", "max_response_length"
@@ -430,7 +429,6 @@ class PPOConfig(LoopConfig):
 
 
 def check_loop(loop: LoopConfig, name: str, report: Report) -> None:
-    """Report settings of a training loop that do not fit together. `name` is the name of the loop's section."""
     sampling, group = f"{name}.use_dynamic_sampling", f"{name}.num_generations_per_prompt"
     if not loop.use_dynamic_sampling:
         if loop.batch_multiplier != 1:

@@ -228,12 +228,8 @@ def nothing_adapted(lora: Adapters, model_name: str, layers: LayerKinds) -> str:
 
 
 class AdapterSizes(NamedTuple):
-    """The numbers of weights that LoRA adds to a model.
-
-    Attributes:
-        trained: weights of all matrices A and B.
-        kept: weights of the base matrices that have adapters, including matrices that are stored together with an
-            adapted one. With `merge`, a frozen copy of them is kept."""
+    """The numbers of weights that LoRA adds to a model: those of all matrices A and B, and those of the base matrices
+    stored together with an adapted one, of which `merge` keeps a frozen copy."""
 
     trained: int
     kept: int
@@ -292,7 +288,6 @@ _ASKING = ("dim", "alpha", "target_modules", "exclude_modules", "use_rslora")  #
 
 
 def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
-    """Report mistakes in the LoRA settings of `model`, the section named `name` ("policy" or "value")."""
     lora, prefix = model.lora, model.lora_key(name)
     if lora is None:
         prefix, megatron = f"{name}.dtensor_cfg.lora_cfg", f"{name}.megatron_cfg.enabled"
@@ -327,8 +322,8 @@ def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
 
 
 def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
-    """Report LoRA keys that are set while `enabled` is false, because they have no effect: all weights are trained.
-    They are allowed if `enabled: false` is set in the same file or in a place of higher precedence."""
+    """Report LoRA keys that are set while `enabled` is false, unless that is set in a place of the same precedence or
+    above."""
     if report.has_problem(prefix):
         return
     for name in _ASKING:
@@ -342,9 +337,8 @@ def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
 
 
 def _fault(lora: Adapters, pattern: str, key: str) -> str | None:
-    """Return an error message if `pattern`, an entry of `key` (target_modules or exclude_modules) of `lora`, matches no
-    module that can have an adapter in any model, otherwise None. In exclude_modules it may also match the frozen head
-    or embedding."""
+    """Return an error message if `pattern`, an entry of the key `key`, matches no module of any model that can have an
+    adapter."""
     kinds = (_JOINED, _JOINED_MAMBA) if lora.joins else _ANY_MODEL
     if any(_matches_any(lora, [pattern], module) for layers in kinds for module in layers.modules()):
         return None

@@ -153,8 +153,7 @@ class ClippedPGLossConfig(Section):
 
     @model_validator(mode="after")
     def _set_keys_of_name(self) -> Self:
-        """Set the keys that the value of `name` determines. Raise ValueError if such a key has a contradicting value,
-        or if a key cannot be combined with this loss."""
+        """Set the keys that `name` determines, and raise ValueError for keys that contradict it."""
         self.__dict__["name"] = name = _ALIASES.get(self.name, self.name)
         decided = dict(LOSSES.get(name, {}))
         if self.loss_agg_mode is not None:
@@ -202,7 +201,6 @@ class MseValueLossConfig(Section):
 
 
 def check_policy_loss(loss: ClippedPGLossConfig, report: Report) -> None:
-    """Report keys of `loss_fn` that are out of range or do not fit together."""
     if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1:
         report.add("loss_fn.ratio_clip_c", f"must be greater than 1 (usually 3) or null, not {loss.ratio_clip_c:g}")
     by_token = "loss_fn.token_level_loss"

@@ -161,12 +161,10 @@ class TrainMasterConfig(MasterConfig):
 
     @property
     def loop(self) -> LoopConfig:
-        """The training loop's section."""
         return getattr(self, self.algorithm)
 
     @property
     def title(self) -> str:
-        """A short name of the run for display."""
         return f"{self.algorithm.upper()} {self.policy.model_name}"
 
     def fill_defaults(self) -> None:
@@ -296,8 +294,8 @@ WholeConfig = GRPOMasterConfig | PPOMasterConfig | DistillationMasterConfig | SF
 
 
 def master_of(config: object) -> type[TrainMasterConfig]:
-    """Return the configuration class of a training run: the class of `config`, or, for a mapping, the class whose
-    training loop is a section of the mapping. The default is GRPOMasterConfig."""
+    """Return the class of a training run's configuration, or for a mapping the class whose loop is one of its
+    sections."""
     if isinstance(config, TrainMasterConfig):
         return type(config)
     sections = config if isinstance(config, Mapping) else ()

@@ -183,5 +183,4 @@ class RewardPenaltyConfig(Section):
 
     @property
     def any_enabled(self) -> bool:
-        """Whether any of the penalties is on."""
         return any(getattr(self, name) for name in type(self).model_fields if name.startswith("penalize_"))

@@ -208,7 +208,7 @@ class TrainedModelConfig(Section):
 
     @property
     def freezes_routers(self) -> bool:
-        """The value of megatron_cfg.freeze_moe_router if megatron_cfg is enabled, otherwise False."""
+        """megatron_cfg.freeze_moe_router; False if megatron_cfg is disabled."""
         return self.megatron_cfg.enabled and self.megatron_cfg.freeze_moe_router
 
     def effective_optimizer(self) -> OptimizerSettings:
@@ -245,8 +245,7 @@ class TrainedModelConfig(Section):
         return (self.megatron_cfg.optimizer.clip_grad if self.megatron_cfg.enabled else self.max_grad_norm) or None
 
     def fill_batching(self) -> None:
-        """Set keys that are null and whose default depends on other keys: batch sizes, token budgets, the tokenizer's
-        name, and `lora_cfg.merge`."""
+        """Set batch sizes, token budgets, the tokenizer's name and `lora_cfg.merge` where they are not given."""
         fill(self, logprob_batch_size=self.train_micro_batch_size)
         fill(self.tokenizer, name=self.model_name)
         for adapters in (self.dtensor_cfg.lora_cfg, self.megatron_cfg.peft):
@@ -359,7 +358,6 @@ class ValueConfig(TrainedModelConfig):
 
 
 def check_trained_model(model: TrainedModelConfig, name: str, report: Report) -> None:
-    """Report settings of the model section `name` ("policy" or "value") that do not fit together."""
     megatron = f"{name}.megatron_cfg"
     _not_both(name, "megatron_cfg", "dtensor_cfg", model, report)
     check_lora(model, name, report)

@@ -436,8 +436,7 @@ def _check_files(dataset: DatasetDefaults, dotted: str, report: Report) -> None:
 
 
 def check_env(env: EnvConfigs, report: Report) -> None:
-    """Report a problem if `env.reward_model.enabled` is true, NeMo RL's switch for a reward model that scores
-    responses. It is not supported, and if it were ignored, another environment would score the responses unnoticed."""
+    """Report NeMo RL's switch for a reward model, since another environment would score the responses unnoticed."""
     instead = "write an environment (register_env) or a reward function (env.reward_functions) that asks it"
     model = env.get("reward_model")
     if isinstance(model, dict) and model.get("enabled"):

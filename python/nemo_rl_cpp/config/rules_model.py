@@ -27,8 +27,7 @@ _AGENTS = ("agent", "verifiers", "nemo_gym")  # environments whose agents make t
 
 
 def checked_policy(config: PolicyConfig | Mapping[str, object]) -> PolicyConfig:
-    """Return a `PolicyConfig` unchanged. Build one from a mapping, with defaults filled in, and check it. Raise
-    ConfigError for mistakes in the mapping."""
+    """Return a `PolicyConfig` unchanged, or build and check one from a mapping; raise ConfigError for mistakes."""
     if isinstance(config, PolicyConfig):
         return config
     section = PolicyConfig(**config)
@@ -87,9 +86,8 @@ def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: R
 
 
 def check_sizes(config: WholeConfig, report: Report) -> None:
-    """If `cluster.strict_sizes` is true, report every number of devices or processes that the run cannot use as
-    configured (see `sizes_of`), and `colocated.enabled: false` if generation shares the trainer's devices in this
-    run."""
+    """If `cluster.strict_sizes` is true, report sizes that the run cannot use (`sizes_of`), and separate engines that
+    it does not have."""
     if not config.cluster.strict_sizes:
         return
     count, strict = config.cluster.processes, "cluster.strict_sizes"
@@ -110,7 +108,6 @@ _OFFLOADS = (
 
 
 def check_offload(config: TrainMasterConfig, report: Report) -> None:
-    """Report offloading with cluster.device cuda, because it is not supported yet."""
     if config.cluster.device == "cpu":
         return
     for name, model in config.trained_models().items():
@@ -207,8 +204,7 @@ def check_resources(config: TrainMasterConfig, report: Report) -> None:
 
 
 def _check_shares(config: TrainMasterConfig, report: Report) -> None:
-    """Report `colocated.resources` if it does not give generation some of the workers and leave some for training. The
-    section gives a number of workers if the cluster has one node, otherwise a number of whole nodes."""
+    """Report `colocated.resources` if it does not give generation some of the workers and leave some for training."""
     resources, cluster, key = config.policy.generation.colocated.resources, config.cluster, f"{_COLOCATED}.resources"
     own, unit = ("gpus_per_node", "workers") if cluster.num_nodes == 1 else ("num_nodes", "nodes")
     wanted, there = getattr(resources, own), getattr(cluster, own)
@@ -236,10 +232,8 @@ _OF_A_TYPE = ("dtype", "precision", "kv_cache_dtype")
 def check_engine(
     generation: GenerationConfig, name: str, report: Report, overrides: Mapping[str, object] | None = None
 ) -> None:
-    """Report engine settings that would change results: quantisation, and changes to the model. `name` is the dotted
-    key of `generation`.
-
-    `overrides`: policy.hf_config_overrides. Values equal to these are allowed in vllm_kwargs.hf_overrides."""
+    """Report engine settings in `generation`, the section `name`, that would change results: quantisation, and changes
+    to the model other than `overrides`, policy.hf_config_overrides."""
     found = {f"vllm_cfg.{key}": getattr(generation.vllm_cfg, key) for key in ("precision", "kv_cache_dtype")}
     found = {key: value for key, value in found.items() if value not in _PRECISIONS}
     for engine in ("vllm_kwargs", "sglang_cfg", "trtllm_cfg", "dynamo_cfg"):
@@ -260,14 +254,13 @@ def check_engine(
 
 
 def _quantises(value: object) -> bool:
-    """Return whether the value of a quantisation setting enables quantisation. A mapping does unless its `scheme` is an
-    unquantised dtype."""
+    """Return whether the value of a quantisation setting enables quantisation."""
     return bool(value) and (value.get("scheme", "unknown") if isinstance(value, dict) else value) not in _PRECISIONS
 
 
 def _leaves(tree: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
-    """Yield (`prefix` + dotted key, value) for each value of a free-form mapping with nested mappings. A mapping with
-    quantisation settings counts as one value."""
+    """Yield (`prefix` + dotted key, value) for each value of nested mappings; quantisation settings count as one
+    value."""
     for key, value in tree.items():
         if isinstance(value, dict) and key not in _QUANTISED:
             yield from _leaves(value, f"{prefix}.{key}")
@@ -281,8 +274,7 @@ INSTALL = "transformers is not installed: pip install 'nemo_rl_cpp[hf]'"
 
 
 def _check_pair(policy: PolicyConfig, report: Report) -> None:
-    """Report an engine that cannot use the weights of policy.backend. Also report router replay unless both trainer and
-    engine are native."""
+    """Report an engine that cannot use the weights of policy.backend, and router replay on a backend without it."""
     if exactness_of(policy) is None:
         text = f"is {engine_name(policy)}, which cannot read the weights of policy.backend {policy.backend}: set it to null"
         report.add(f"{_GENERATION}.backend", text, "policy.backend")
@@ -296,8 +288,7 @@ def _check_pair(policy: PolicyConfig, report: Report) -> None:
 
 
 def _check_bits(policy: PolicyConfig, engine: str, key: str, report: Report) -> None:
-    """Report settings that need bit-identical generation and training. In the message, `engine` names the engine
-    that lacks this; `key` is the dotted key that selects this engine."""
+    """Report settings that need bit-identical generation and training, which `engine`, selected by `key`, lacks."""
     if policy.reuse_generation_logprobs == "always":
         text = f"cannot be always with {engine}, whose log-probabilities differ from training's; set it to auto"
         report.add("policy.reuse_generation_logprobs", text, key)
@@ -315,8 +306,7 @@ def check_engines(config: TrainMasterConfig, report: Report) -> None:
 
 def balance_wanted(model: TrainedModelConfig, router: str | None = None) -> Iterator[tuple[str, str]]:
     """Yield (key, message) for each key that requests a method of balancing the experts' load which this model does not
-    support. `router` is the kind of the model's routers in the native core, "softmax" or "sigmoid"; None: the model
-    runs on another backend."""
+    support. `router`: its routers in the native core, "softmax" or "sigmoid"; None: another backend."""
     megatron = model.megatron_cfg
     if not megatron.enabled:
         return
@@ -362,8 +352,7 @@ def _refuse_gguf(model: str | None, key: str, engine: str, report: Report) -> No
 
 
 def check_evaluation(generation: GenerationConfig, report: Report) -> None:
-    """Report mistakes in the engine settings of an evaluation. vLLM is not supported in an evaluation, because it has
-    no trainer that sends it weights."""
+    """Report mistakes in the engine of an evaluation, which has no trainer that sends weights to vLLM."""
     _check_installed(generation.backend, "generation.backend", report)
     if generation.backend == "hf":
         _refuse_gguf(generation.model_name, "generation.model_name", "generation.backend", report)
@@ -448,8 +437,7 @@ def _is_address(url: str) -> bool:
 
 
 def check_vllm_run(config: TrainMasterConfig, report: Report) -> None:
-    """If vLLM generates, report settings that it does not support. It needs a single training process, on the CPU if
-    the run starts the vLLM server."""
+    """If vLLM generates, report settings that it does not support; it needs a single training process."""
     generation, cluster = config.policy.generation, config.cluster
     if not generation.runs_vllm:
         return
@@ -469,9 +457,8 @@ def check_vllm_run(config: TrainMasterConfig, report: Report) -> None:
 
 
 def check_serving(config: TrainMasterConfig, report: Report) -> None:
-    """If the policy is served over HTTP, report settings that the server does not support. The server needs one native
-    engine on the CPU, in this process or in a worker that only generates, because it reads the engine's weights in
-    place."""
+    """If the policy is served over HTTP, report settings that the server does not support. It reads the weights of one
+    native engine on the CPU, in this process or in a worker that only generates."""
     generation, cluster = config.policy.generation, config.cluster
     _check_agents(config, report)
     megatron = generation.mcore_generation_config.expose_http_server  # NeMo RL reads it with its engine alone
@@ -504,8 +491,7 @@ def check_serving(config: TrainMasterConfig, report: Report) -> None:
 
 
 def _check_agents(config: TrainMasterConfig, report: Report) -> None:
-    """If agents make the rollouts, report settings that they do not support: they need the policy's HTTP server, and
-    max_rollout_turns 1, because agents decide themselves how many turns they take."""
+    """If agents make the rollouts, report that they need the policy's HTTP server, and max_rollout_turns 1."""
     default = config.data.default or DatasetDefaults()
     sets = [d for split in ("train", "validation") for _, d in datasets_of(getattr(config.data, split), split)]
     names = [d.env_name or default.env_name for d in sets]

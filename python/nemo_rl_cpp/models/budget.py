@@ -26,12 +26,12 @@ _UNCOUNTED = 0.06e9
 
 
 def within_budget(config: WholeConfig) -> WholeConfig:
-    """Return the configuration with memory settings that fit policy.memory_budget_gb, or `config` itself if no budget
-    is set.
+    """Return the configuration with memory settings that fit policy.memory_budget_gb, the first of `_choices` that
+    does, or `config` itself if no budget is set.
 
     A setting stays if the user sets it in the same file as the budget or with a higher precedence, such as on the
-    command line. If the run fits already, nothing changes; otherwise the result is the first of `_choices` that fits.
-    Of the changed settings only micro-batches affect results (by rounding). Raise ConfigError if no choice fits."""
+    command line. Of the changed settings only micro-batches affect results (by rounding). Raise ConfigError if no
+    choice fits."""
     if not isinstance(config, TrainMasterConfig) or config.policy.memory_budget_gb is None:
         return config
     budget, peak, chosen = config.policy.memory_budget_gb * 1e9, None, config
@@ -92,8 +92,7 @@ def _micro_batches(config: TrainMasterConfig) -> Iterator[int | None]:
 
 
 def _kept_sizes(config: TrainMasterConfig, recomputes: bool) -> list[float | None]:
-    """Return the values of policy.kept_activations_gb to try: the user's if it is fixed, 0 if training cannot reuse
-    generation's activations, otherwise enough for all activations of a step, then 0."""
+    """Return the values of policy.kept_activations_gb to try."""
     policy = config.policy
     if "policy.kept_activations_gb" in config.fixed_by_user:
         return [policy.kept_activations_gb]

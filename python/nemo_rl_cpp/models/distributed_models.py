@@ -34,8 +34,7 @@ class PolicyWorker(Policy, EngineHost):  # Policy is first, so that its create_g
     _publisher: C.RefitPublisher | None = None
 
     def init_collective(self, meeting: RefitRendezvous) -> None:
-        """Connect, as rank 0, to the engines in other workers, for refits (transfers of new weights). `meeting`:
-        address and settings of the connection."""
+        """Connect, as rank 0, to the engines in other workers, for refits (transfers of new weights)."""
         ranks = connect(0, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
         self._publisher = C.RefitPublisher(ranks.communicator, meeting.bucket_bytes, meeting.delta)
 
@@ -52,13 +51,9 @@ def _built(
 
 
 class DistributedModel:
-    """One model in all workers of a cluster. A method passes its batch to all workers. Each worker processes its share
-    of the samples (`Ranks`) with the whole model or a tensor-parallel slice, and the method combines the workers'
-    results.
-
-    Args:
-        model: the class of the model in each worker.
-        options: further arguments of that class, without `cluster` and `ranks`."""
+    """One model, of the class `model`, in all workers of a cluster. A method passes its batch to all workers. Each
+    worker processes its share of the samples (`Ranks`) with the whole model or a tensor-parallel slice, and the method
+    combines the workers' results."""
 
     def __init__(
         self,
@@ -93,18 +88,16 @@ class DistributedModel:
         return self.group.call_for_one_value("weight_digest")
 
     def _gather(self, method: str, data: Batch, *options: object) -> BatchedDataDict:
-        """Call `method`, which computes one value per token, in all workers, each for its share of the batch. Return
-        {name of the value: tensor [T] or [B, S]} for the whole batch, in the layout of `data`."""
+        """Call `method` in all workers, and return {name: one value per token} for the whole batch, in the layout of
+        `data`."""
         batch = plain_batch(data)
         ((name, of_tokens),) = self.group.call_all(method, batch, *options)[0].items()
         return BatchedDataDict({name: in_layout_of(data, batch, of_tokens)})
 
     def non_finite_parameters(self) -> list[str]:
-        """Return the names of the parameters that contain an infinity or NaN on any rank."""
         return list(dict.fromkeys(name for names in self.group.call_all("non_finite_parameters") for name in names))
 
     def shutdown(self) -> bool:
-        """Shut down the processes of the cluster."""
         return self.cluster.shutdown()
 
 
@@ -134,8 +127,7 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None,
         mbs: int | None = None,
     ) -> TrainingResult:  # fmt: skip
-        """Train like `Policy.train`, with global batches of `gbs` samples and micro-batches of `mbs` (None: as
-        configured). The loss function is pickled, so every process must be able to import it."""
+        """Train like `Policy.train`; the loss function is pickled, so every process must be able to import it."""
         batch = plain_batch(data)
         parts = self.group.call_all("train_part", batch, loss_fn, eval_mode, gbs, mbs)
         done = PolicyUpdates.of_ranks(self.group.first_of_groups(parts))
@@ -145,7 +137,6 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
     def create_generation(
         self, generation_config: GenerationConfig | None = None, **options: object
     ) -> DistributedGeneration:
-        """Create an engine in every worker, which reads the worker's weights in place and thus needs no refit."""
         blocks = self.config.gradient_blocks, self.config.train_global_batch_size, self.config.shards_gradients
         config = generation_config or self.config.generation
         return DistributedGeneration(self.group, config, options, self.tokenizer, blocks)

@@ -17,19 +17,14 @@ _SUM = 4
 
 @dataclass(frozen=True)
 class Buffers:
-    """The bytes that the native core's buffers take per token of a forward or backward pass.
-
-    Args:
-        sizes: the model's sizes.
-        width: bytes of a number in the run's precision: 2 or 4."""
+    """The bytes that the native core's buffers take per token of a pass, with `width` bytes of a number: 2 or 4."""
 
     sizes: ModelSizes
     width: int
 
     @property
     def _mixer(self) -> float:
-        """Return the bytes that a layer's attention or recurrent mixer stores for the backward pass, averaged over all
-        layers: its projections (counted twice if queries and keys are normalised), and its result."""
+        """Return the bytes that a layer's mixer stores for the backward pass, averaged over all layers."""
         s, layers = self.sizes, self.sizes.num_hidden_layers
         query, key_value = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
         gate = query if s.recurrent_layers and not s.mlp_layers else 0
@@ -73,8 +68,7 @@ class Buffers:
         return scored * self.sizes.hidden_size * (3 * _SUM + self.width)
 
     def training(self, checkpointing: bool, scored: float) -> float:
-        """Return the bytes of a forward and a backward pass. With `checkpointing` the backward pass recomputes each
-        layer. `scored`: share of the tokens that get logits."""
+        """Return the bytes of a forward and a backward pass; the share `scored` of the tokens gets logits."""
         s, layers = self.sizes, self.sizes.num_hidden_layers
         stored = self.layer * layers
         if checkpointing:

@@ -201,8 +201,7 @@ _EXACT = ("ssm_conv1d.weight", "ssm_alpha.weight", "ssm_beta.weight", "ffn_gate_
 
 
 def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
-    """Return the format of the tensor `name` in a file of `kind`: vectors and some small matrices are float32,
-    embeddings in q4_0 are q8_0, and rows that do not fill blocks of 32 are float16."""
+    """Return the format of the tensor `name` in a file of `kind`: some are float32, embeddings in q4_0 are q8_0."""
     if len(shape) < 2 or name.endswith(_EXACT):
         kind = "f32"
     elif kind == "q4_0" and name in ("token_embd.weight", "output.weight"):

@@ -69,18 +69,16 @@ def stored_names(config: Mapping[str, Plain]) -> dict[str, list[str]]:
 
 
 def stored_shape(name: str, shape: Sequence[int]) -> list[int]:
-    """Return the shape in llama.cpp of the parameter `name`, whose shape in Hugging Face is `shape`. A convolution and
-    a shared expert's gate lose their dimension of size 1."""
+    """Return the shape in llama.cpp of the parameter `name`, without a dimension of size 1."""
     if name.endswith(".conv1d.weight"):
         return [shape[0], shape[2]]
     return list(shape[1:] if name.endswith(".shared_expert_gate.weight") else shape)
 
 
 class LinkedTensors:
-    """The tensors of a GGUF file that a folder made by `hub.sources.gguf_folder` links to.
-
-    `places` maps a tensor's Hugging Face name to (dtype, shape, first byte, end). A dtype is that of safetensors, or
-    the name of a block format of ggml, such as Q4_K."""
+    """The tensors of a GGUF file that a folder made by `hub.sources.gguf_folder` links to. `places` maps a tensor's
+    Hugging Face name to (dtype, shape, first byte, end); a dtype is that of safetensors, or ggml's name of a block
+    format."""
 
     def __init__(self, folder: Path) -> None:
         self._config = hf_config.read_config(folder)
@@ -161,8 +159,7 @@ def _value_heads(config: Mapping[str, Plain], name: str) -> tuple[int, int] | No
 def _with_swapped_value_heads(
     config: Mapping[str, Plain], name: str, values: np.ndarray, *, to_gguf: bool
 ) -> np.ndarray:
-    """Return the parameter with the value heads of a gated delta net reordered: in llama.cpp the first one of every key
-    head comes first, in Hugging Face all of the first key head."""
+    """Return the parameter with the value heads of a gated delta net reordered, see `to_gguf`."""
     if (found := _value_heads(config, name)) is None:
         return values
     axis, first = found

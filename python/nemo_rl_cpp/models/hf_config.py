@@ -355,11 +355,8 @@ def max_positions(config: Mapping[str, Plain]) -> int:
 
 
 def check_length(config: Mapping[str, Plain], length: int, key: str, model: str) -> None:
-    """Raise ModelFolderError if sequences of `length` tokens are too long for the model. vLLM applies the same rule.
-
-    Args:
-        key: the configuration key that sets `length`, for the message.
-        model: the model's name in the message."""
+    """Raise ModelFolderError if sequences of `length` tokens, which the configuration key `key` sets, are too long for
+    the model. vLLM applies the same rule."""
     positions = max_positions(config)
     section, _, name = key.partition(".")
     stated = config.get("model_max_length")  # the model's authors allow longer sequences, which vLLM accepts, too
@@ -390,13 +387,11 @@ def config_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
 def native_config(
     config: Mapping[str, Plain], *, value_head: bool = False, max_length: int | None = None
 ) -> dict[str, Plain]:
-    """Return the keyword arguments of the native `DecoderModel`.
+    """Return the keyword arguments of the native `DecoderModel` for a config.json in any form.
 
     Args:
-        config: contents of config.json of a supported model, in any form.
         value_head: build a critic, with one scalar per token in place of the LM head.
-        max_length: tokens of the longest sequence, by which longrope chooses its factors. None: all positions of the
-            model.
+        max_length: tokens of the longest sequence, by which longrope chooses its factors. None: all positions.
 
     Raises:
         ModelFolderError: the architecture or one of its options is not supported; the message names it."""

@@ -43,10 +43,9 @@ def push_to_hub(
 ) -> str:
     """Upload a model folder, a checkpoint (`step_N`) or a run's newest checkpoint, with its model card. Return its URL.
 
-    Uploads the model's files: configuration, weights, tokenizer, chat template, and the adapter of a run with LoRA
-    (`adapter/`). A missing repository is created, private unless `private` is False; an existing one keeps its
-    visibility. `message` is the commit's message. `token` None: the token of `hf auth login` or HF_TOKEN. `client`
-    replaces `huggingface_hub.HfApi`.
+    Uploads configuration, weights, tokenizer, chat template, and the adapter of a run with LoRA (`adapter/`). A missing
+    repository is created, private unless `private` is False. `token` None: the token of `hf auth login` or HF_TOKEN.
+    `client` replaces `huggingface_hub.HfApi`.
 
     Raises ValueError for a folder without a model and for an invalid name, UploadError (a ValueError) if the Hub
     rejects the upload or is unreachable."""

@@ -12,8 +12,7 @@ SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
     """Return `form`, a config.json, with `head_dim` equal to qk_rope_head_dim, as in transformers: the number of a
-    head's dimensions that RoPE rotates. The values of the keys SIZES must be whole numbers above 0. Raise
-    ModelFolderError for another `head_dim`."""
+    head's dimensions that RoPE rotates. Raise ModelFolderError for another `head_dim`."""
     rotated = form["qk_rope_head_dim"]
     expect(form.get("head_dim") in (None, rotated), "head_dim", form.get("head_dim"), f"qk_rope_head_dim {rotated}")
     return {**form, "head_dim": rotated}

@@ -24,28 +24,24 @@ class Value(TrainedModel, ValueInterface):
     value_head = True
 
     def get_values(self, data: Batch) -> BatchedDataDict:
-        """Return {"values": [T], or [B, S] for padded `data`}: the value of the state before each token. It is 0 if
-        `token_mask` or `sample_mask` is 0, at the first token of each sample and on padding. Without masks in `data`,
-        all tokens but the first have values."""
+        """Return {"values": [T], or [B, S] for padded `data`}: the value of the state before each token to score (see
+        `wanted_tokens`), 0 elsewhere."""
         batch = RaggedBatch.of(data)
         return BatchedDataDict(values=in_layout_of(data, batch, self._score(self.model, batch)))
 
     def train(
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
     ) -> TrainingResult:  # fmt: skip
-        """Take one optimizer step per global batch of `gbs` rows, in micro-batches of `mbs` rows, then one step of the
-        learning-rate schedule. With `eval_mode` take no step.
+        """Take one optimizer step per global batch of `gbs` rows, in micro-batches of `mbs` rows (None: the configured
+        sizes), then one step of the learning-rate schedule. With `eval_mode` take no step.
 
-        Args:
-            data: a batch with the loss's inputs: `returns`, and if the loss clips also `values` from `get_values`.
-            loss_fn: `MseValueLossFn`, or a callable on values, see `evaluate_value_loss`.
-            gbs, mbs: sizes of global batches and micro-batches; None: the configured sizes."""
+        `data` has the loss's inputs: `returns`, and if the loss clips also `values` from `get_values`. `loss_fn` is
+        `MseValueLossFn`, or a callable on values, see `evaluate_value_loss`."""
         return self.train_part(RaggedBatch.of(data), loss_fn, eval_mode, gbs, mbs).report()
 
     def train_part(
         self, data: RaggedBatch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> Updates:
-        """Train the critic on this rank's samples of the batch; see `train`."""
         gbs = self._global_batch_size(data.size, gbs)
         return self._pass_over(data, gbs, self._runner(loss_fn, mbs), eval_mode)
 

@@ -69,15 +69,13 @@ class Lora:
     """The LoRA adapters of one model.
 
     Attributes:
-        section: name of the configuration section, for messages.
         modules: the adapted modules, for instance model.layers.0.self_attn.q_proj, in the order of the parameters.
-        layers: the layers of the model.
-        settings: the section of the configuration.
         base: the base model's name, valid in any working directory.
         folder: the base model. If it is a critic, its whole scalar head is trained together with the adapters.
         key: the configuration key of the settings, for messages.
         base_digest: digest of the base weights; empty if this process holds only a slice of them.
-        joined: adapted module that joins modules of the model -> these modules and their rows (Adapters.joins)."""
+        joined: the adapted modules that join modules of the model -> these modules and their numbers of rows
+            (Adapters.joins)."""
 
     section: str
     modules: tuple[str, ...]
@@ -107,22 +105,18 @@ class Lora:
 
     @property
     def targets(self) -> list[str]:
-        """Return the native core's names of the weight matrices that have an adapter."""
         return [our_name(f"{module}.weight") for module in self.modules]
 
     def slices(self, native: dict[str, Plain], ranks: Ranks) -> Slices:
-        """Return the layouts of the adapters' flat buffers: one for each tensor-parallel rank, and one for the whole
-        model. `native` describes the model, see `ModelFolder.native`."""
+        """Return the layouts of the adapters' flat buffers, as `Slices.of` does for the weights."""
         count = ranks.tensor_size
         adapters = (native, self.settings.dim, self.targets)
         layouts = [C.ParameterLayout(*adapters, rank, count) for rank in range(count)]
         return Slices(ranks, layouts, C.ParameterLayout(*adapters))
 
     def begin(self, model: C.DecoderModel, seed: int, weights_path: str | Path | None, *, is_whole: bool) -> None:
-        """Add adapters to a frozen model whose weights are loaded.
-
-        The adapters are read from the checkpoint `weights_path`. Without it they are new: A is drawn from the seed and
-        B is 0, so that the effective weights are unchanged. `is_whole`: this process holds all weights, not a slice."""
+        """Add adapters to a frozen model whose weights are loaded: those of the checkpoint `weights_path`, or new ones,
+        which leave the effective weights unchanged. `is_whole`: this process holds all weights, not a slice."""
         if is_whole:  # the digest depends on the number of slices
             self.base_digest = f"{model.digest():016x}"
         lora = self.settings
@@ -153,8 +147,8 @@ class Lora:
     # ---- the folder
 
     def save(self, weights: Path, layout: C.ParameterLayout, masters: Tensor) -> None:
-        """Write the adapter in PEFT's format into a subfolder of `weights`. `masters` holds the adapter's float32
-        weights in the layout of the whole model."""
+        """Write the adapter in PEFT's format below `weights`; `masters` has its float32 weights, in the layout of the
+        whole model."""
         folder = weights / ADAPTER
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {}
@@ -172,8 +166,7 @@ class Lora:
         (folder / BASE_FILE).write_text(json.dumps(base) + "\n")
 
     def _parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name in PEFT's file, tensor) for a tensor of the adapter and its name in the core. Of a joined adapter,
-        every module has the same A and its rows of B."""
+        """Yield (name in PEFT's file, tensor) for a tensor of the adapter; modules share the A of a joined one."""
         name = name if self.layers.mlps is None else module_name(name)
         module, _, matrix = name.rpartition(".lora_")
         if module not in self.joined:
@@ -195,7 +188,6 @@ class Lora:
         return convert(tensor, self.settings.dim, alternates_in_peft(name, is_gpt_oss))
 
     def peft_config(self) -> dict[str, Plain]:
-        """Return the contents of adapter_config.json."""
         return {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if self.folder.value_head else "CAUSAL_LM",

@@ -58,10 +58,8 @@ def tape_bytes(sizes: ModelSizes, width: int) -> int:
 
 
 def gradient_bytes(model: TrainedModelConfig, sizes: ModelSizes, parameters: int, processes: int) -> float:
-    """Return the bytes of float32 gradients that each of `processes` ranks holds while it trains `parameters` weights.
-
-    A rank adds up the gradients of its gradient blocks (parts of a global batch, see `Ranks.blocks`) in several partial
-    sums. If gradients are sharded, it holds a shard of each sum, and the gradient of the current block."""
+    """Return the bytes of float32 gradients that each of `processes` ranks holds while it trains `parameters` weights,
+    in several partial sums over its gradient blocks (see `Ranks.blocks`), or shards of them."""
     blocks = model.gradient_blocks or processes
     sums = parameters * 4.0 * max(1, blocks // processes).bit_length()
     if processes == 1 or not model.shards_gradients:
@@ -187,10 +185,8 @@ def _engines(policy: PolicyConfig, sizes: ModelSizes, count: int) -> Parts:
 
 
 def checkpoint_bytes(config: TrainMasterConfig) -> float | None:
-    """Return the bytes of one checkpoint; None if a model's sizes are not known on this machine.
-
-    For each trained model this counts the weights unless they are quantised, the adapters, and if save_optimizer is set
-    also master weights and AdamW's moments."""
+    """Return the bytes of one checkpoint (weights unless quantised, adapters, with save_optimizer also master weights
+    and moments); None if a model's sizes are not known on this machine."""
     total = 0.0
     for name, model in config.trained_models().items():
         sizes = model_sizes(model.model_name, model.hf_config_overrides)
@@ -244,8 +240,7 @@ def _resting(model: TrainedModelConfig, parameters: int, name: str, sizes: Model
 
 
 def cache_bytes(policy: PolicyConfig, sizes: ModelSizes, tokens: int, windowed: int) -> float:
-    """Return the bytes of a KV cache that holds `tokens` tokens in each layer with full attention, and `windowed`
-    tokens in each layer with a sliding window."""
+    """Return the bytes of a KV cache for `tokens` tokens in layers with full attention, `windowed` in others."""
     values = tokens * (sizes.attention_layers - sizes.windowed_layers) + windowed * sizes.windowed_layers
     return 2.0 * values * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
 
@@ -326,10 +321,8 @@ class _Training(NamedTuple):
 
 
 def _of_training(config: TrainMasterConfig, name: str, sizes: ModelSizes, parameters: int, ranks: int) -> _Training:
-    """Return the memory of training the model `name` ("policy" or "value") with `parameters` weights on `ranks` ranks.
-
-    If generation's activations are kept, training needs buffers of only one layer besides them. But the first step of a
-    run computes its own forward pass, so `now` is the larger of the two needs."""
+    """Return the memory of training the model `name` ("policy" or "value"), also of the first step, which keeps no
+    activations."""
     model: TrainedModelConfig = getattr(config, name)
     gradients = (f"{name} gradients", gradient_bytes(model, sizes, _trained(model, parameters, sizes), ranks))
     head = (_head(model, sizes, "train", _scored_share(config)),) if name == "policy" else ()
@@ -350,8 +343,7 @@ def _of_training(config: TrainMasterConfig, name: str, sizes: ModelSizes, parame
 
 
 def kept_activations_bytes(config: TrainMasterConfig, sizes: ModelSizes) -> float:
-    """Return the bytes of generation's activations that a step keeps for training, at most policy.kept_activations_gb;
-    0 if that key is null."""
+    """Return the bytes of generation's activations that a step keeps; 0 if policy.kept_activations_gb is null."""
     policy = config.policy
     tokens = _generated_tokens(config, config.loop.num_generations_per_prompt)
     return min((policy.kept_activations_gb or 0.0) * 1e9, tokens * Buffers(sizes, _width(policy)).kept)
@@ -481,8 +473,8 @@ def forecast_summary(config: WholeConfig) -> str | None:
 
 
 def certain_bytes(config: TrainMasterConfig) -> float | None:
-    """Return the part of a run's memory that does not depend on sequence lengths: weights, master weights, gradients
-    and AdamW's moments, in bytes; None if sizes are not known."""
+    """Return the bytes of weights, master weights, gradients and moments, which do not depend on lengths; None if
+    unknown."""
     phases = forecast(config)
     if phases is None:
         return None

@@ -40,10 +40,8 @@ class ModelFolder:
     Attributes:
         config: config.json in the canonical form of `models.hf_config`.
         path: the folder with the weights; None: random weights, drawn from `seed`.
-        value_head: build a critic.
         max_length: tokens of the longest sequence; None: all positions of the model.
         remarks: warnings for the user, one sentence each.
-        quantization: format of the layers' matrices; None: not quantised.
         adapter: an adapter that is added to the weights of `path`."""
 
     config: dict[str, Plain]
@@ -58,7 +56,6 @@ class ModelFolder:
     raw = property(attrgetter("config"))
 
     def native(self) -> dict[str, Plain]:
-        """Return the keyword arguments for the native `DecoderModel`."""
         native = hf_config.native_config(self.config, value_head=self.value_head, max_length=self.max_length)
         return native if self.quantization is None else {**native, "quantization": self.quantization}
 
@@ -70,8 +67,8 @@ class ModelFolder:
             fill_parameters(self.path, parameter_shapes(native), entries, lambda name, entry: None)
 
     def check_quantization(self, key: str) -> None:
-        """Raise ModelFolderError if the model cannot be quantised, because the rows of a matrix are not divisible into
-        blocks of 32 weights. `key` is the configuration key that asks for it; the message names it."""
+        """Raise ModelFolderError if the rows of a matrix are not divisible into blocks of 32 weights, as `key`
+        requires."""
         if self.quantization is None:
             return
         native = self.native()
@@ -95,8 +92,7 @@ class ModelFolder:
                 )
 
     def check_slices(self, count: int, key: str) -> None:
-        """Raise ModelFolderError if the model cannot be split into `count` tensor-parallel slices. `key` names the
-        configuration key that sets `count`."""
+        """Raise ModelFolderError if the model has no `count` tensor-parallel slices, which `key` sets."""
         native = self.native()
         shared = {
             "attention heads": native["num_heads"], "key/value heads (num_key_value_heads)": native["num_kv_heads"],
@@ -126,9 +122,8 @@ class ModelFolder:
                 )
 
     def check_mixers(self, model: TrainedModelConfig, section: str, slices: int) -> None:
-        """Raise ModelFolderError if `model`, the configuration of the section `section`, requests vLLM or Megatron's
-        LoRA for a kind of layer (attention, gated delta net or Mamba-2) that does not support it. `slices`: the number
-        of tensor-parallel ranks."""
+        """Raise ModelFolderError if `model`, the configuration section `section`, requests vLLM or Megatron's LoRA for
+        a kind of layer (attention, gated delta net or Mamba-2) or a number of `slices` that does not support it."""
         native, kind = self.native(), self.config["model_type"]
         if model.lora is not None and model.lora.joins:
             unlike = {
@@ -183,13 +178,8 @@ def open_model_folder(
     length_key: str = "policy.max_total_sequence_length", key: str = "policy.model_name",
 ) -> ModelFolder:  # fmt: skip
     """Open the model `name`: "tiny-random" (with sizes from `hf_config_overrides`), a folder, or a name for
-    `hub.sources.resolve_model`. Print its remarks.
-
-    Args:
-        overrides: `hf_config_overrides`, in the format of transformers 4 or 5.
-        value_head: build a critic.
-        max_length: tokens of the longest sequence, which the model must have positions for.
-        length_key, key: the configuration keys of that length and of the model's name, for messages.
+    `hub.sources.resolve_model`. Print its remarks. `length_key` and `key` are the configuration keys of `max_length`
+    and of the model's name.
 
     Raises:
         ModelFolderError: the model is not supported, its files are damaged, or sequences are too long for it."""
@@ -246,8 +236,7 @@ def read_model_folder(path: Path, overrides: Mapping[str, Plain] | None = None, 
 
 
 def _override_remarks(name: str, raw: Mapping[str, Plain], overrides: Mapping[str, Plain] | None) -> list[str]:
-    """Return a warning for each override that is not in config.json, `raw`, but resembles one of its keys. config.json
-    need not have every key that the model knows."""
+    """Return a warning for each override that is not in config.json, `raw`, but resembles one of its keys."""
     near = {key: nearest(key, raw, 0.8) for key in overrides or {} if key not in raw}
     return [f"{key} is not in the config.json of {name}: did you mean {its}?" for key, its in near.items() if its]
 

@@ -136,7 +136,7 @@ class ModelSizes:
 
     @property
     def mlp_matrices(self) -> int:
-        """Return the number of matrices of an MLP: 3 with a gate, 2 without."""
+        """Return 3 for an MLP with a gate, 2 without."""
         return 2 if self.mlp_layers else 3
 
     @property
@@ -203,7 +203,6 @@ class ModelSizes:
 
     @property
     def attention_layers(self) -> int:
-        """Return the number of layers with attention."""
         return self.num_hidden_layers - len(self.recurrent_layers) - len(self.mlp_layers)
 
     @property
@@ -243,8 +242,8 @@ _VARIANT = re.compile(r"-(base|instruct|chat(-v[\d.]+)?|v0\.[123]|it|sft|dpo|cod
 
 
 def known_model(name: str) -> KnownModel | None:
-    """Return the known model with this name on the Hub, with or without the owner; None if there is none. Variants such
-    as -Instruct are found too, because they have the same sizes."""
+    """Return the known model with this name, with or without its owner or the suffix of a variant such as -Instruct; or
+    None."""
     owner, _, short = name.lower().rpartition("/")
     short = short.replace("mistral-7b-v0.3", "mistral-7b").replace("mistral-7b-instruct-v0.3", "mistral-7b")
     while short:

@@ -134,11 +134,8 @@ def section_name(config: Mapping[str, Plain]) -> str:
 
 
 def check_rope(form: Mapping[str, Plain], key: str, *, is_partial: bool = False) -> None:
-    """Raise ModelFolderError if the RoPE keys of a canonical configuration are invalid or not supported.
-
-    Args:
-        key: name of the section, for messages.
-        is_partial: RoPE may cover only part of a head (partial_rotary_factor)."""
+    """Raise ModelFolderError if the RoPE keys of a canonical configuration, in the section `key`, are invalid or not
+    supported. `is_partial`: RoPE may cover only part of a head."""
     part = form.get("partial_rotary_factor", 1.0)
     _check_number("rope_theta", form["rope_theta"])
     _check_number("partial_rotary_factor", part)

@@ -205,8 +205,8 @@ class TrainedModel:
         return float(self.folder.config["router_aux_loss_coef"] if given is None else given)
 
     def _update_router_biases(self) -> None:
-        """Raise the bias of each expert whose load, the tokens that it got in the global batch on all ranks, is below
-        its router's average; lower it if the load is above. Then reset the loads."""
+        """Raise the bias of each expert with fewer tokens than its router's average, lower the others, and reset the
+        counts."""
         for bias, load in self.model.routers if self._bias_update_rate else ():
             tokens = self.ranks.whole(load).double()
             bias.add_(torch.sign(tokens.mean() - tokens).to(bias.device), alpha=self._bias_update_rate)
@@ -249,8 +249,7 @@ class TrainedModel:
     def _score_candidates(
         self, model: C.DecoderModel, batch: RaggedBatch, temperature: float, k: int
     ) -> tuple[Tensor, Tensor]:
-        """Return (ids int64 [T, k], log-probabilities [T, k]) of k candidate tokens at each token to score: the batch's
-        `candidate_ids` if it has them, otherwise the k most likely tokens. Both are 0 at all other tokens."""
+        """Return (ids int64 [T, k], log-probabilities [T, k]) of `candidate_ids`, or of the k most likely tokens."""
         trainer = self.trainer if model is self.model else self._trainer_of(model)
         batching, rows = self._batching("logprob"), self.ranks.part(batch)
         given = batch.tokens.get("candidate_ids")
@@ -267,7 +266,6 @@ class TrainedModel:
         return self.ranks.whole(ids) if given is None else ids, self.ranks.whole(logprobs)
 
     def _runner(self, loss_fn: Loss, mbs: int | None, scoring: Scoring = Scoring()) -> MicroBatchRunner:
-        """Return the runner of a training pass in micro-batches of `mbs` samples (None: the configured size)."""
         evaluate = evaluate_value_loss if self.value_head else None
         return MicroBatchRunner(
             self.trainer, loss_fn, self._batching("train", mbs), scoring, evaluate, self.ranks, self.config.gradient_blocks, self.sums,
@@ -345,8 +343,7 @@ class TrainedModel:
         return result.grad_norm
 
     def _with_replay(self, error: NonFiniteError, data: RaggedBatch) -> NonFiniteError:
-        """Save the batch to `replay_dir`, so that `train(torch.load(path), loss_fn)` reproduces the error. Return
-        `error` with the path in its message, or unchanged without `replay_dir`."""
+        """Return `error` with the path of a file from which `train(torch.load(path), loss_fn)` reproduces it."""
         if self.replay_dir is None or self.ranks.tensor_rank > 0:  # other tensor ranks would write the same batch
             return error
         self.replay_dir.mkdir(parents=True, exist_ok=True)
@@ -411,7 +408,6 @@ class TrainedModel:
         return weights + self.trained.whole.total * sum(tensor.element_size() for tensor in trained)
 
     def non_finite_parameters(self) -> list[str]:
-        """Return the names of the parameters that contain an infinity or NaN, in the weights or the master weights."""
         bad: dict[str, None] = {}
         places = (
             (self.slices.own, 0, self.model.compute),
@@ -439,7 +435,7 @@ class TrainedModel:
         return tensors
 
     def _save_optimizer(self, folder: Path) -> None:
-        """Gather the optimizer state on the first rank, which saves it. The files do not depend on the ranks."""
+        """Save the optimizer state of all ranks, in files that do not depend on the number of ranks."""
         whole, shard, total = {}, self.trainer.shard, self.trained.own.total
         for name, tensor in self._optimizer_tensors().items():
             gathered = self.trained.ranks.gather_shards(tensor, shard, total, name)
@@ -491,7 +487,6 @@ class TrainedModel:
         self.model.compute.copy_(whole)  # all of it, as masters_changed() rounds this rank's part only
 
     def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice) -> None:
-        """Copy this rank's shard of the whole model's optimizer tensor `saved` into `tensor`; `name` is its name."""
         begin, end = self.trainer.shard
         tensor.copy_(saved[begin:end] if self.ranks.tensor_size == 1 else self.trained.take(saved[:])[begin:end])
 

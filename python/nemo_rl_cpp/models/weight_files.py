@@ -119,8 +119,7 @@ def tensor_entries(file: Path) -> dict[str, TensorEntry]:
 
 
 def _header(file: Path) -> dict[str, TensorEntry]:
-    """Return the entries in the header of a safetensors file: its length in eight bytes, the header in JSON, and then
-    the tensors without gaps."""
+    """Return the entries in the header of a safetensors file: eight bytes of its length, and then JSON."""
     # The library's safe_open imports numpy: 0.1 to 0.3 s per command; this function takes under a millisecond.
     try:
         with file.open("rb") as handle:
@@ -266,8 +265,8 @@ _NOT_COMPUTED = (
 
 
 def _predicts_more_tokens(name: str, shapes: Container[str]) -> bool:
-    """Return whether the tensor `name` belongs to the layer for multi-token prediction, which checkpoints with sigmoid
-    routers (GLM-4.5) hold after the last layer, and which no loss and no sampling here uses."""
+    """Return whether the tensor `name` belongs to a layer for multi-token prediction, behind the last layer
+    (GLM-4.5)."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     if found is None:
         return False
@@ -277,8 +276,8 @@ def _predicts_more_tokens(name: str, shapes: Container[str]) -> bool:
 
 
 def _known_name(name: str, shapes: Container[str]) -> str:
-    """Return the parameter's name in `shapes`. Rename Nemotron-H's tensors (`backbone.`). Add the prefix `model.`,
-    which base models' checkpoints lack. Remove `language_model.`, the text model's prefix in vision-language models."""
+    """Return the parameter's name in `shapes` for a name with the prefixes of Nemotron-H, base or vision-language
+    models."""
     name = our_name(name) if name.startswith("backbone.") else name
     name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
     return f"model.{name}" if name not in shapes and f"model.{name}" in shapes else name
@@ -418,8 +417,8 @@ def _stacked_experts(
 def _single_experts(
     prefix: str, matrix: str, tensor: RawTensor | TensorEntry, scales: RawTensor | TensorEntry | None
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield (name, tensor) of each expert's matrices in the fused `matrix` of all experts: down_proj, or gate_proj (the
-    even rows) and up_proj (the odd rows). With the `scales` of MXFP4 they become bfloat16."""
+    """Yield (name, tensor) of each expert's matrices in `matrix` of all experts, in which gate has the even rows and up
+    the odd."""
     parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
     if matrix == "down_proj":
         parts = {"down_proj": slice(None)}
@@ -496,8 +495,6 @@ class SavedAdapter:
     """A LoRA adapter that was saved without its quantised base model.
 
     Attributes:
-        folder: the folder with PEFT's two files.
-        dim, alpha, use_rslora: as in `lora_cfg`.
         targets: names of the adapted weights.
         base: `model_name` of the run that saved it.
         seed: seed of the base weights, if they are random.
@@ -534,8 +531,7 @@ class SavedAdapter:
 
 
 def saved_adapter(weights: Path) -> SavedAdapter | None:
-    """Return a description of the adapter saved in a subfolder of `weights`, if its base model is quantised and
-    `weights` holds no weights of the whole model; otherwise return None."""
+    """Return the adapter that `weights` holds in place of the weights of a quantised model, or None."""
     folder = weights / ADAPTER
     if not (folder / BASE_FILE).is_file() or (weights / SINGLE_FILE).is_file() or (weights / INDEX_FILE).is_file():
         return None

@@ -49,13 +49,8 @@ def own_part(spec: C.ParameterSpec, whole: Tensor) -> Tensor:
 
 @dataclass
 class Slices:
-    """The layouts (names, shapes and offsets of parameters) of a model's tensor-parallel slices, and the exchange of
-    slices between ranks.
-
-    Args:
-        ranks: its `tensor` communicator connects the tensor-parallel ranks.
-        layouts: layout of the flat buffers of each tensor-parallel rank.
-        whole: layout of the whole model's flat buffer."""
+    """The layouts (names, shapes and offsets of parameters) of the whole model and of the tensor-parallel slice of each
+    rank, and the exchange of slices between ranks over `ranks.tensor`."""
 
     ranks: Ranks
     layouts: Sequence[C.ParameterLayout]
@@ -69,7 +64,6 @@ class Slices:
 
     @property
     def own(self) -> C.ParameterLayout:
-        """Return the layout of this process's flat buffers."""
         return self.layouts[self.ranks.tensor_rank]
 
     def take(self, whole: Tensor) -> Tensor:
@@ -82,9 +76,8 @@ class Slices:
         return flat
 
     def gather(self, flat: Tensor | None, what: str) -> Tensor | None:
-        """Gather the slices `flat` of all tensor-parallel ranks into a flat buffer of the whole model, and return it on
-        tensor-parallel rank 0. Return None on the other ranks, and in a process that has no slice (`flat` is None).
-        `what` names the buffer in messages."""
+        """Return the whole model's flat buffer of the slices `flat` of all tensor-parallel ranks on the first of them,
+        and None on the others. `what` names the buffer in messages."""
         if self.ranks.tensor_size == 1 or flat is None:
             return flat
         peers, phase = self.ranks.tensor, f"gathering the slices of {what}"
@@ -187,9 +180,8 @@ def save_weights(
     model: C.DecoderModel, folder: str | Path, config: Mapping[str, Plain], max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Write config.json and the weights in the model's precision in transformers' format, sharded if large.
-
-    `tensors`: the whole weights by name, if the model holds only a slice."""
+    """Write config.json and the model's weights, or `tensors`, in its precision in transformers' format, sharded if
+    large."""
     folder = Path(folder)
     save_config(folder, config, model.compute.dtype)
     tensors = named_views(model.specs, model.compute) | buffers(model) if tensors is None else tensors
@@ -256,8 +248,7 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
     views = named_views(model.specs, flat)
 
     def draw(whole: list[int], spread: float) -> Tensor:
-        """Return normal random numbers of the shape `whole` with standard deviation `spread`, in the model's dtype.
-        Only a few rows at a time exist in float32."""
+        """Return normal random numbers of which only a few rows at a time exist in float32."""
         out = torch.empty(whole, dtype=flat.dtype)
         count = max(1, _DRAWN_AT_ONCE // whole[-1] // 16 * 16)  # a multiple of 16, as torch draws 16 numbers at a time
         for rows in out.split(count):
@@ -288,8 +279,7 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
 
 
 def _in_order(model: C.DecoderModel) -> Iterator[C.ParameterSpec | C.BlockSpec]:
-    """Yield the specifications of all parameters, quantised (`BlockSpec`) or not (`ParameterSpec`), in the order that
-    they would have in memory without quantisation."""
+    """Yield the specifications of all parameters, in the order that they would have without quantisation."""
     blocks = deque(model.blocks)
     for i, spec in enumerate(model.specs):
         while blocks and blocks[0].before == i:

@@ -36,12 +36,9 @@ class GenerationRequest(NamedTuple):
     """The B rows of one `generate` call.
 
     Attributes:
-        batch: the prompts.
-        greedy: take the most likely token each time.
         stream: "train", "val" or "eval", for all rows.
         max_new_tokens: int64 [B] maximum number of tokens of each response.
-        draws, samples: int64 [B] `draw_ids` and `sample_index` of each row (see `GenerationDatumSpec`), which seed its
-            sampling.
+        draws, samples: int64 [B] `draw_ids` and `sample_index` of each row (see `GenerationDatumSpec`).
         stops: the distinct stop strings of each row."""
 
     batch: RaggedBatch
@@ -64,10 +61,8 @@ class BaseEngine(GenerationInterface):
     Args:
         config: section `policy.generation`, as a configuration object or a mapping.
         tokenizer: provides the pad token, and the bytes of each token, in which stop strings are matched.
-        end_token_ids: tokens that end a response if `stop_token_ids` is null (found by the module `data.boundaries`);
-            None: the tokenizer's end tokens.
+        end_token_ids: tokens that end a response if `stop_token_ids` is null; None: the tokenizer's end tokens.
         max_model_len: longest sequence, prompt plus response; None: `vllm_cfg.max_model_len`, or no limit.
-        seed: seed of the sampling.
         digest: returns a digest of the engine's weights.
         memory_share: share of this machine's free memory that this engine may use.
 
@@ -137,7 +132,7 @@ class BaseEngine(GenerationInterface):
 
     @abstractmethod
     def _respond(self, asked: GenerationRequest, on_finished: OnFinished | None) -> Responses:
-        """Return the responses for all rows. Call `on_finished` with responses that have ended (see `OnFinished`)."""
+        """Return the responses for all rows, and call `on_finished` with those that have ended."""
 
     def _room(self, asked: GenerationRequest) -> list[int]:
         """Return each response's maximum number of tokens, so that prompt and response fit in `max_model_len`."""
@@ -148,7 +143,6 @@ class BaseEngine(GenerationInterface):
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:
-        """Return the bytes of each token of the vocabulary, in which stop strings are matched."""
         return token_bytes_table(self.tokenizer, self._vocab_size)
 
     # ---- weights and memory
@@ -168,8 +162,8 @@ class BaseEngine(GenerationInterface):
     # ---- settings
 
     def sampling(self, greedy: bool, stream: str) -> Sampling:
-        """Return the sampling settings of a stream: "train", "val" or "eval". For greedy decoding the temperature is 1,
-        without top-k and top-p, because log-probabilities are computed with these settings."""
+        """Return the sampling settings of a stream. For greedy decoding the temperature is 1, without top-k and top-p,
+        because log-probabilities are computed with these settings."""
 
         def setting(name: str, default: float) -> float:
             validation = getattr(self.config, f"val_{name}") if stream == "val" else None
@@ -233,12 +227,8 @@ class StopStrings:
 
 
 class ResponseBuffer:
-    """The responses of a batch, each stored when it ends. For a row that is never stored, because its prompt leaves no
-    room for a response, the response is empty and marked as truncated.
-
-    Args:
-        count: number of rows of the batch.
-        on_finished: called with rows that have ended while others are still generated."""
+    """The responses of a batch of `count` rows, each stored when it ends. A row that is never stored, because its
+    prompt leaves no room for a response, has an empty response that is marked as truncated."""
 
     def __init__(self, count: int, on_finished: OnFinished | None) -> None:
         self.on_finished = on_finished
@@ -247,7 +237,6 @@ class ResponseBuffer:
         self.truncated = [True] * count
 
     def put(self, row: int, tokens: list[int], logprobs: list[float], truncated: bool) -> None:
-        """Store the response of row `row`, which has ended."""
         self.tokens[row], self.logprobs[row], self.truncated[row] = tokens, logprobs, truncated
 
     def tell(self, rows: list[int]) -> None:
@@ -265,14 +254,12 @@ class ResponseBuffer:
 
 
 def _strings_of(value: str | Sequence[str] | None) -> list[str]:
-    """Return `value` as a list: one string becomes a list of one, None an empty list."""
     if value is None:
         return []
     return [value] if isinstance(value, str) else list(value)
 
 
 def _row_integers(name: str, values: Tensor | Sequence[int], rows: int) -> Tensor:
-    """Return `values` as int64 [rows]. Raise ValueError if there are not `rows` values."""
     result = torch.as_tensor(values).to("cpu", torch.int64)
     if result.shape != (rows,):
         raise ValueError(f"{name}: expected one integer for each of {rows} rows, got shape {tuple(result.shape)}")
@@ -280,7 +267,7 @@ def _row_integers(name: str, values: Tensor | Sequence[int], rows: int) -> Tenso
 
 
 def _the_stream(value: str | Sequence[str | None] | None, rows: int) -> str:
-    """Return the stream ("train", "val" or "eval") that all rows share. `value`: one stream, or one per row."""
+    """Return the stream ("train", "val" or "eval") that all rows share."""
     per_row = [value] * rows if value is None or isinstance(value, str) else list(value)
     streams = sorted({row or "train" for row in per_row})
     if len(per_row) != rows or len(streams) != 1 or streams[0] not in STREAMS:

@@ -46,8 +46,7 @@ class EngineHost:
         return {}
 
     def create_engine(self, config: GenerationConfig | None, options: dict[str, object]) -> int:
-        """Create an engine, with `config` and `options` as arguments of `create_generation`. Return its number, by
-        which the other methods refer to it."""
+        """Create an engine by `create_generation`, and return its number, by which other methods refer to it."""
         number = max(self._engines, default=-1) + 1
         self._engines[number] = self.create_generation(config, **options)
         return number
@@ -78,7 +77,6 @@ class EngineHost:
         return engine.generate_until(prompts, pause, greedy, on_finished)
 
     def ask_engine(self, number: int, method: str, *args: object) -> object:
-        """Call a method of engine `number` and return its result."""
         return getattr(self._engines[number], method)(*args)
 
 
@@ -86,10 +84,8 @@ class DistributedGeneration(GenerationInterface):
     """Generation in a policy's worker processes, with the interface of `NativeGeneration`.
 
     Args:
-        group: the policy's workers, whose weights the engines read.
         config: the engines' configuration section; None: the policy's `policy.generation`.
         options: arguments for `Policy.create_generation`.
-        tokenizer: provides the pad token for padded results.
         blocks: how the policy assigns samples to ranks in training, so that each rank generates the samples that it
             trains on: (gradient_blocks, the number of parts of a global batch; train_global_batch_size; whether the
             parts are assigned round-robin). None: no training follows."""
@@ -127,8 +123,8 @@ class DistributedGeneration(GenerationInterface):
         return self._of_engines("generate_with", [(self._number, share, greedy) for share in prompts], told)
 
     def _of_engines(self, method: str, each: list[tuple], told: list[OnFinished | None]) -> list:
-        """Call `method` of every engine r with the arguments `each[r]` and `told[r]`, on all of its tensor-parallel
-        ranks. Return one result per engine."""
+        """Return the result of each engine r, called with `each[r]` and `told[r]` on all of its tensor-parallel
+        ranks."""
         size = self.group.tensor_size
         calls = [call for call in each for _ in range(size)]
         by_worker = [listener for first in told for listener in (first, *[None] * (size - 1))]
@@ -160,7 +156,6 @@ class DistributedGeneration(GenerationInterface):
         return all(self._ask("finish_generation"))
 
     def invalidate_kv_cache(self) -> bool:
-        """Discard the KV cache in all engines; return whether any existed."""
         return any(self._ask("invalidate_kv_cache"))
 
     def weight_digest(self) -> str:
@@ -211,8 +206,7 @@ class EngineWorker(EngineHost):
         return f"{self.model.digest():016x}"
 
     def create_generation(self, config: GenerationConfig | None = None, **options: object) -> NativeGeneration:
-        """Return an engine that reads this worker's weights in place. `config`: its settings (None:
-        `policy.generation`). `options`: further arguments of `generation_on`."""
+        """Return an engine that reads this worker's weights in place (see `generation_on`)."""
         options.setdefault("memory_share", 1 / self.ranks.size)
         return generation_on(
             self.model, self.folder, self.config, self.tokenizer, self.weight_digest, config, **options
@@ -228,7 +222,7 @@ class EngineWorker(EngineHost):
         return responses
 
     def init_collective(self, meeting: RefitRendezvous) -> None:
-        """Connect to trainer rank 0 and to the other engines, for refits. `meeting`: where the processes connect."""
+        """Connect to trainer rank 0 and to the other engines, for refits."""
         rank = self.ranks.rank + 1
         ranks = connect(rank, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
         weights = named_views(self.model.specs, self.model.compute) | buffers(self.model)
@@ -271,8 +265,7 @@ class DedicatedGeneration(DistributedGeneration):
         return deal(batch, 0, batch.size, self.group.dp_size, tokens)
 
     def _parts(self, prompts: list[RaggedBatch], greedy: bool, told: list[OnFinished | None]) -> list[Responses]:
-        """Return the responses of each engine. If a `change` is planned and responses reach its pause, wait for the new
-        weights before they continue."""
+        """Return the responses of each engine, of which those that reach a planned pause wait for the new weights."""
         change, before = self.change, self.weight_version
         pause = None if change is None or change.done else change.pause
         parts = self._of_engines("generate_with", [(self._number, share, greedy, pause) for share in prompts], told)
@@ -297,5 +290,4 @@ class DedicatedGeneration(DistributedGeneration):
         return responses
 
     def shutdown(self) -> bool:
-        """Shut down the workers' processes. Further calls do nothing."""
         return self.cluster.shutdown()

@@ -27,15 +27,11 @@ _SHRINK = 4  # a batch is compacted once a quarter of its rows has ended
 
 
 class HfGeneration(BaseEngine):
-    """NeMo RL's generation interface for the backend `hf`. It generates with the trainer's own transformers module.
+    """NeMo RL's generation interface for the backend `hf`. It generates with the trainer's own module, read in place.
 
     The native sampler seeds each token by (seed, stream, draw id, sample index, position), as in the native engine. A
     row's tokens depend on the other rows of its batch only through rounding: the size of the batch sets the shapes of
-    the matrix products, and so changes the last bits of the logits.
-
-    Args:
-        module: the trainer's module, read in place.
-        config, tokenizer, options: see `BaseEngine`."""
+    the matrix products, and so changes the last bits of the logits."""
 
     def __init__(
         self,

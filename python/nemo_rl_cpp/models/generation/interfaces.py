@@ -129,11 +129,9 @@ OnFinished = Callable[[list[int], list[list[int]]], None]
 
 
 class Pause(NamedTuple):
-    """The point at which generation stops within its responses, so that the weights can change.
-
-    Attributes:
-        after_tokens: number of tokens after which each response stops, at least 2.
-        keep_cache: continue with the KV cache of the old weights; otherwise it is recomputed with the new ones."""
+    """The point at which generation stops within its responses, so that the weights can change: after `after_tokens` of
+    each, at least 2. With `keep_cache` the KV cache of the old weights stays; otherwise it is recomputed with the new
+    ones."""
 
     after_tokens: int
     keep_cache: bool
@@ -141,13 +139,8 @@ class Pause(NamedTuple):
 
 @dataclass
 class WeightChange:
-    """One change of the weights while responses are being generated. `DedicatedGeneration` makes it in the first
-    `generate` in which a response reaches `pause`.
-
-    Attributes:
-        pause: the point, in tokens of each response, at which responses stop and wait for the new weights.
-        wait: blocks until the engines have the new weights. It is called once every response has ended or paused.
-        done: whether the weights have changed."""
+    """One change of the weights, at the point `pause` of the responses of the first `generate` that reaches it
+    (`DedicatedGeneration`). `wait` blocks until the engines have the new weights; then `done` is true."""
 
     pause: Pause
     wait: Callable[[], None]
@@ -220,7 +213,6 @@ def _finish_after(generation: GenerationInterface, error: BaseException) -> None
 
 
 def end_engine(generation: GenerationInterface | None) -> None:
-    """Shut down the engine's process, if it owns one."""
     if getattr(generation, "owns_process", False):
         generation.shutdown()
 
@@ -231,14 +223,9 @@ copied and hashed faster (tests/benchmarks/bench_refit.py)."""
 
 
 class RefitRendezvous(NamedTuple):
-    """The settings of the connection for refits between trainer rank 0 (rank 0) and the engines (ranks 1, 2, ...).
-
-    Attributes:
-        host, port: address of the TCP store, which the run's main process holds.
-        size: number of connected processes.
-        deadline: timeout of one message in seconds.
-        bucket_bytes: bytes of weights per message.
-        delta: send only the weights that have changed since the last refit."""
+    """The connection for refits between trainer rank 0 (as rank 0) and the engines (as ranks 1, 2, ...): the address of
+    the TCP store in the run's main process, the number of processes, the timeout of a message in seconds, its bytes of
+    weights, and whether only changed weights are sent."""
 
     host: str
     port: int

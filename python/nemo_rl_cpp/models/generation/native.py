@@ -36,10 +36,6 @@ class NativeGeneration(BaseEngine):
     The response of a row never depends on the other rows of the batch or on engine limits. Equal prompts are prefilled
     once.
 
-    Args:
-        runner: runs the model; `native_runner(model, config)` reads the trainer's weights in place.
-        config, tokenizer, options: see `BaseEngine`.
-
     Attributes:
         agree: returns the minimum of a number over the tensor-parallel ranks of one model, which must schedule the same
             steps and so use the same KV-cache limit; None: there is one rank."""
@@ -110,14 +106,12 @@ class NativeGeneration(BaseEngine):
         return True
 
     def finish_generation(self, *args: object, **kwargs: object) -> bool:
-        """Free the KV cache."""
         self._engine.release_cache()
         return True
 
     shutdown = finish_generation
 
     def cache_bytes_now(self) -> int:
-        """Return the maximum size of the KV cache in bytes, given the memory that is free now."""
         return self.cache_bytes(torch.device(getattr(self._runner, "device", "cpu")))
 
     def get_logger_metrics(self) -> dict[str, float]:
@@ -131,7 +125,6 @@ class NativeGeneration(BaseEngine):
         return metrics | {"mean_batch_size": sequence_steps / max(metrics["steps"], 1)}
 
     def clear_logger_metrics(self) -> None:
-        """Reset the metrics of `get_logger_metrics`."""
         self._engine.reset_metrics()
 
 
@@ -143,8 +136,7 @@ def _responses(generated: C.GenerationArrays | None) -> Responses | None:
 
 
 def _distinct_prompts(batch: RaggedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the distinct prompts of a batch, which are prefilled once: their concatenated token ids, their offsets,
-    and for each row the index of its prompt [B]."""
+    """Return the token ids and offsets of the distinct prompts of a batch, and the index of each row's prompt [B]."""
     index: dict[tuple[int, ...], int] = {}
     ids, offsets = batch.tokens["input_ids"].tolist(), batch.offsets.tolist()
     rows = [tuple(ids[start:end]) for start, end in pairwise(offsets)]
@@ -165,14 +157,8 @@ def generation_on(
     model: C.DecoderModel, folder: ModelFolder, policy: PolicyConfig, tokenizer: TokenizerType | None, digest: Callable[[], str],
     config: GenerationConfig | None = None, **options: object,
 ) -> NativeGeneration:  # fmt: skip
-    """Return an engine that reads the weights of `model` in place.
-
-    Args:
-        folder: the model's folder, whose files define the end tokens.
-        policy: the section `policy`, which sets the maximum sequence length.
-        digest: returns the digest of the current weights.
-        config: the engine's configuration section; None: `policy.generation`.
-        options: further arguments of `NativeGeneration`."""
+    """Return an engine that reads the weights of `model` in place. `folder` defines the end tokens, `policy` the
+    maximum sequence length. `config` None: the section `policy.generation`."""
     config = config or policy.generation
     options = engine_options(policy, config, options)
     options.setdefault("end_token_ids", end_token_ids(folder.path, folder.config, tokenizer))

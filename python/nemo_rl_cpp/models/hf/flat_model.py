@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlatSpec:
-    """The position of a parameter, or of the rows of it that one rank holds, in a flat buffer.
-
-    Attributes:
-        split: the dimension that is sharded; -1: the parameter is not sharded.
-        begin: first row of the shard."""
+    """The position of a parameter, or of its rows from `begin` on that one rank holds, in a flat buffer; `split` -1:
+    not sharded."""
 
     name: str
     shape: list[int]
@@ -58,11 +55,8 @@ class FlatLayout:
 
 
 class Piece(NamedTuple):
-    """A range [begin, end) of the flat buffers that the optimizer updates.
-
-    Attributes:
-        masters: float32 master weights in the range.
-        compute: rounded copy of `masters` that matrix products read; None if they read `masters`."""
+    """A range [begin, end) of the flat buffers that the optimizer updates: float32 master weights, and their rounded
+    copy, if any."""
 
     begin: int
     end: int
@@ -130,8 +124,8 @@ class FlatModel:
         return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
 
     def gradients_into(self, buffer: Callable[[], Tensor]) -> None:
-        """Make every later backward pass add the gradient of each trained parameter to its range of `buffer()`, a flat
-        float32 buffer with the layout of the parameters, and then free the gradient."""
+        """Make each backward pass add the gradients of trained parameters to `buffer()`, flat float32, and then free
+        them."""
 
         def add(offset: int, parameter: Tensor) -> None:
             buffer()[offset : offset + parameter.numel()].add_(parameter.grad.reshape(-1))
@@ -142,7 +136,7 @@ class FlatModel:
                 parameter.register_post_accumulate_grad_hook(partial(add, spec.offset))
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing, because this process always holds all weights."""
+        """Do nothing: this process always holds all weights."""
         return nullcontext()
 
 
@@ -200,8 +194,8 @@ class ShardedModel:
             piece.copy_(masters[spec.offset : spec.offset + piece.numel()])
 
     def pieces(self) -> list[Piece]:
-        """Return the ranges of this rank's parameter rows that the optimizer updates. They exclude parameters that the
-        architecture or the user's code has frozen."""
+        """Return the ranges of this rank's parameter rows that the optimizer updates, without those of frozen
+        parameters."""
         self.reshard()
         return [
             Piece(spec.offset, spec.offset + local.numel(), local, None)
@@ -214,8 +208,7 @@ class ShardedModel:
 
     @property
     def grads(self) -> Tensor:
-        """Return a copy of the accumulated gradients, float32 [n], of the n weights that this rank holds (some rows of
-        every parameter), summed over all ranks."""
+        """Return a copy of the gradients, float32 [n], of this rank's n weights, summed over all ranks."""
         with torch.no_grad():
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
             return torch.cat([grad.to_local().reshape(-1) for grad in grads])
@@ -274,8 +267,8 @@ def _rows_of(whole: FlatLayout, rank: int, size: int) -> FlatLayout:
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> list[nn.Module]:
-    """Apply FSDP2 over `mesh` to each layer and to the rest of the module, which compute in `dtype` and sum gradients
-    in float32. Return the submodules whose weights are gathered together."""
+    """Apply FSDP2 to each layer and to the rest of the module; return the submodules whose weights are gathered
+    together."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     base = module.backbone if isinstance(module, ValueNet) else module

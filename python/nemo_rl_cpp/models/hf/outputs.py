@@ -70,12 +70,8 @@ SCORE = "score.weight"
 
 
 class ValueNet(nn.Module):
-    """A critic: the value of a position is score · h, where h [..., D] is the last hidden state (after the final norm),
-    and D the hidden size. The head `score` starts at zero, as in `Value`.
-
-    Attributes:
-        backbone: transformers' AutoModel.
-        score: linear, D -> 1 without bias, as in transformers' `...ForSequenceClassification` with one label."""
+    """A critic on `backbone`, transformers' AutoModel: the value of a position is score · h, where h [..., D] is the
+    last hidden state (after the final norm), and D the hidden size. The head `score` starts at zero, as in `Value`."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
@@ -173,8 +169,7 @@ class Outputs:
 
     Attributes:
         scored: [W] log-probability under generation's temperature, top-k and top-p; or the critic's value.
-        removed: bool [W] tokens that top-k or top-p removes. Their `scored` is finite but must get no gradient. None
-            without top-k and top-p.
+        removed: bool [W] tokens that top-k or top-p removes, whose `scored` must get no gradient; None without these.
         unfiltered: [W] log-probability under the temperature only; None unless requested."""
 
     scored: Tensor
@@ -258,8 +253,7 @@ def _of_places(logits: Tensor, targets: Tensor, scoring: Scoring, unfiltered: bo
 
 
 def _inputs(module: nn.Module, rows: ModelRows) -> dict[str, object]:
-    """Return the arguments for the module's forward method. No mask is needed: transformers separates packed samples by
-    their positions, and padding is on the right."""
+    """Return the arguments for the module's forward method; packed samples are separated by their positions alone."""
     inputs: dict[str, object] = {"input_ids": rows.input_ids, "use_cache": False}
     if accepts(module, "position_ids") is not None:
         inputs["position_ids"] = rows.position_ids

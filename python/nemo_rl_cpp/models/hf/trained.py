@@ -51,15 +51,9 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "ma
 
 @dataclass(frozen=True)
 class HfFolder:
-    """The description of a model before it is built.
-
-    Attributes:
-        config: transformers' configuration object, with `hf_config_overrides` applied.
-        raw: the same settings as the contents of a config.json.
-        path: the folder with the weights; None: random weights, drawn from `seed`.
-        settings: the section `hf_cfg`.
-        value_head: build a critic: the layers without the LM head, plus a scalar head.
-        section: name of the configuration section, "policy" or "value", for error messages."""
+    """The description of a model before it is built: transformers' configuration object, with `hf_config_overrides`;
+    the same as the contents of a config.json; the folder with the weights, None: random ones, drawn from `seed`; and
+    the section `hf_cfg`. `value_head`: build a critic."""
 
     config: PreTrainedConfig
     raw: dict[str, Plain]
@@ -150,11 +144,8 @@ def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, v
 
 
 def open_frozen(name: str, precision: str, *, device: str, longest: int | None = None) -> tuple[HfFolder, nn.Module]:
-    """Open the model `name` (`generation.model_name`), which only generates, on `device`. Return its folder, and its
-    module in `precision` ("bfloat16" or "float32").
-
-    Raise ModelFolderError if the folder is invalid, or if the model has positions for fewer than `longest` tokens
-    (`generation.vllm_cfg.max_model_len`; None: no check)."""
+    """Open the model `name` (`generation.model_name`), which only generates. Return its folder, and its module in
+    `precision`. Raise ModelFolderError if it has positions for fewer than `longest` tokens (None: no check)."""
     key, settings = "generation.model_name", HfConfig()
     path = resolve_model(name, key=key)
     raw = read_config_file(path)
@@ -219,13 +210,8 @@ def _first_line(error: Exception) -> str:
 
 def save_module(module: nn.Module, folder: Path, whole: dict[str, Tensor] | None = None) -> None:
     """Write config.json and the weights, in the module's precision, under the names of the architecture's checkpoints.
-
-    A critic is saved in the same format as the native critic: as transformers' `...ForSequenceClassification` with one
-    label if that class exists. Its layers have the prefix of the architecture's language models, and its head is
-    `score.weight`.
-
-    Args:
-        whole: the whole weights by the module's names, if its parameters are sharded over ranks."""
+    A critic gets the format of the native critic, transformers' `...ForSequenceClassification` with one label. `whole`:
+    the whole weights by the module's names, if its parameters are sharded over ranks."""
     score = module.score.weight if isinstance(module, ValueNet) and whole is None else (whole or {}).get(SCORE)
     folder.mkdir(parents=True, exist_ok=True)
     remove_weights(folder)
@@ -256,8 +242,8 @@ def _change_config(folder: Path, **changes: Plain) -> None:
 
 
 def _add_score(module: ValueNet, folder: Path, score: Tensor) -> None:
-    """Turn the saved files of a critic's backbone into the critic's, one by one: add the prefix of the backbone to the
-    names, and the head `score`."""
+    """Turn the saved files of a critic's backbone into the critic's, by the prefix of its names and the head
+    `score`."""
     prefix = module.backbone.base_model_prefix
     files = sorted(folder.glob("model*.safetensors"))
     weight_map = {}
@@ -347,7 +333,6 @@ class HfTrainedModel(TrainedModel):
         return f"a {self.folder.config.model_type} has {moved[0]} and {len(moved) - 1} others in its checkpoints"
 
     def saved_config(self) -> dict[str, Plain]:
-        """Return the contents of a checkpoint's config.json."""
         module = self.model.module
         made = json.loads(module.config.to_json_string(use_diff=False))
         return {**made, "architectures": [type(module).__name__]}
@@ -371,7 +356,6 @@ class HfPolicy(HfTrainedModel, Policy):
     def create_generation(
         self, generation_config: EvalGenerationConfig | None = None, **options: object
     ) -> HfGeneration:
-        """Return an engine that uses the module in place, so that it needs neither a copy nor a refit."""
         config = generation_config or self.config.generation
         options = engine_options(self.config, config, options)
         options.setdefault("memory_share", 1 / self.ranks.size)

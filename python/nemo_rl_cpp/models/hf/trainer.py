@@ -33,15 +33,12 @@ MomentDtypes = tuple[torch.dtype | None, torch.dtype | None]
 
 
 class HfTrainer:
-    """The trainer of a transformers module, for `TrainedModel` and `MicroBatchRunner`.
+    """The trainer of a transformers module, trained or frozen, for `TrainedModel` and `MicroBatchRunner`.
 
     A forward pass keeps torch's autograd graph for `backward`. Gradients of micro-batches accumulate in float32.
-
-    Args:
-        model: the trained model, or a frozen one, which has no backward pass (`forward` needs keep=False).
-        packed: put the samples of a micro-batch in one row; the architecture must keep them separate.
-        chunk: number of tokens whose float32 logits exist at a time (`policy.logprob_chunk_size`).
-        moments: dtypes of AdamW's two moments; None: float32."""
+    `packed` puts the samples of a micro-batch in one row; the architecture must keep them separate. Float32 logits
+    exist for `chunk` tokens at a time (`policy.logprob_chunk_size`). `moments`: dtypes of AdamW's moments; None:
+    float32."""
 
     out_dtype = torch.float32
     reused_tokens = 0
@@ -129,7 +126,6 @@ class HfTrainer:
         torch.autograd.backward(roots, gradients)
 
     def zero_grad(self) -> None:
-        """Reset the accumulated gradients."""
         self._kept = None
         self.grads.zero_()
 
@@ -137,22 +133,21 @@ class HfTrainer:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Return the range (begin, end) of the flat buffers that this process updates: here the whole buffers."""
+        """Return the range (begin, end) of the flat buffers that this process updates: here all."""
         return 0, self.model.flat_layout.total
 
     @cached_property
     def grads(self) -> Tensor:
-        """Return the accumulated gradients of all n weights, float32 [n], in the layout of the model."""
+        """Return the accumulated gradients, float32 [n], in the layout of the model."""
         return self._zeros(None)
 
     @cached_property
     def exp_avg(self) -> Tensor:
-        """Return AdamW's first moment [n], for the n elements of the flat buffers that this process updates."""
+        """Return AdamW's first moment [n], for the n elements that this process updates."""
         return self._zeros(self._moment_dtypes[0])
 
     @cached_property
     def exp_avg_sq(self) -> Tensor:
-        """Return AdamW's second moment [n]."""
         return self._zeros(self._moment_dtypes[1])
 
     def _zeros(self, dtype: torch.dtype | None) -> Tensor:
@@ -180,7 +175,7 @@ class HfTrainer:
         return OptimizerStep(norm, True)
 
     def _squares(self, grads: Tensor) -> float:
-        """Return the sum of the squares of the whole model's gradient; `grads` [n] is this process's part of it."""
+        """Return the sum of squares of the whole model's gradient, of which `grads` is this process's part."""
         return math.fsum(float(part.double().square().sum()) for part in grads.split(_BLOCK))
 
 

@@ -134,8 +134,7 @@ class Policy(TrainedModel, PolicyInterface):
     def train_part(
         self, data: RaggedBatch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> PolicyUpdates:
-        """Train on this rank's samples of the batch `data`, in global batches of `gbs` samples and micro-batches of
-        `mbs` (None: the configured sizes); see `train`."""
+        """Train on this rank's samples of the batch; see `train`."""
         batch = data.copy()
         gbs = self._global_batch_size(batch.size, gbs)
         way = self._runner(loss_fn, mbs, self.scoring)
@@ -159,8 +158,8 @@ class Policy(TrainedModel, PolicyInterface):
         return PolicyUpdates(updates, exactness, batch.tokens["prev_logprobs"], reused, on_policy)
 
     def _old_logprobs(self, batch: RaggedBatch, exactness: Exactness | None, gbs: int) -> Tensor:
-        """Return the old policy's log-probabilities [T] for the updates after the first one: generation's if the first
-        forward pass had the same bits, otherwise newly computed ones."""
+        """Return the old policy's log-probabilities [T] for later updates: generation's if they are exact, else new
+        ones."""
         if exactness is not None and self.ranks.sum(exactness.mismatched_tokens) == 0:
             return batch.tokens["generation_logprobs"].to(self.trainer.out_dtype)
         own = [self.ranks.blocks(batch, b, b + gbs, self.config.gradient_blocks) for b in range(0, batch.size, gbs)]
@@ -176,8 +175,8 @@ class Policy(TrainedModel, PolicyInterface):
             self._steps_since_comparison = 0
 
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
-        """Let the next step train on the activations that generation computes, if this step's forward pass had the bits
-        of generation's, and memory can hold the activations of `tokens`, the number of tokens in a step."""
+        """Let generation keep activations for the next step if they were exact, and memory can hold those of
+        `tokens`."""
         gigabytes, agree = self.config.kept_activations_gb, exactness.tokens > 0 and exactness.mismatched_tokens == 0
         share = available_bytes() // (4 * self.ranks.size) if gigabytes is None else int(gigabytes * 1e9)
         limit = self.model.max_kept_bytes or share
@@ -194,7 +193,6 @@ class Policy(TrainedModel, PolicyInterface):
     def create_generation(
         self, generation_config: EvalGenerationConfig | None = None, **options: object
     ) -> NativeGeneration:
-        """Return a generation engine that reads this policy's weights in place, and thus needs no copy and no refit."""
         options.setdefault("memory_share", 1 / (self.ranks.size * self.ranks.tensor_size))
         engine = generation_on(
             self.model, self.folder, self.config, self.tokenizer, self.weight_digest, generation_config, **options
@@ -213,13 +211,9 @@ class Policy(TrainedModel, PolicyInterface):
 
 @dataclass
 class PolicyUpdates:
-    """The result of one `train` call for this rank's samples.
-
-    Attributes:
-        exactness: comparison of the log-probabilities of the first global batch; None if nothing was compared.
-        prev_logprobs: [T] log-probabilities under the policy before the first update, for all ranks' samples.
-        reused_tokens: number of tokens for which training reused the activations of generation's forward pass.
-        on_policy: whether this call computed `prev_logprobs`."""
+    """The result of one `train` call for this rank's samples: the comparison of log-probabilities, if any; those before
+    the first update [T], for all ranks' samples; for how many tokens training reused generation's activations; and
+    whether this call computed the log-probabilities."""
 
     updates: Updates
     exactness: Exactness | None
@@ -229,7 +223,6 @@ class PolicyUpdates:
 
     @classmethod
     def of_ranks(cls, parts: Sequence[PolicyUpdates]) -> PolicyUpdates:
-        """Combine the results of all ranks into one."""
         exactness, compared = None, [part.exactness for part in parts if part.exactness is not None]
         if compared:
             tokens, mismatched, gaps = zip(*map(astuple, compared))
@@ -239,9 +232,8 @@ class PolicyUpdates:
         return replace(parts[0], updates=updates, exactness=exactness, reused_tokens=reused)
 
     def shares(self, last_reused: float) -> tuple[float, float]:
-        """Return (share of tokens without a backward pass, share without a forward pass in training because
-        generation's activations were reused). If this `train` call repeats a batch and reuses none, the second share is
-        `last_reused`, the one of the previous call."""
+        """Return the shares of tokens without a backward pass, and without a forward pass in training, for which a
+        repeated batch that reuses no activations has `last_reused`."""
         packed = max(self.updates.packed_tokens, 1)
         reused = self.reused_tokens / packed if self.reused_tokens or self.on_policy else last_reused
         return self.updates.zero_gradient_tokens / packed, reused

@@ -18,8 +18,7 @@ Bins = list[list[int]]
 
 
 def pack_shuffled(costs: Sequence[int], capacity: int) -> Bins:
-    """Return bins of indices of `costs`, each of total cost up to `capacity`. They are packed by first fit in a
-    shuffled order that depends only on the number of costs."""
+    """Return bins of indices of `costs`, packed by first fit in a shuffled order that depends only on their number."""
     order = list(range(len(costs)))
     random.Random(0).shuffle(order)  # a separate generator, so that a resumed run packs identically
     return C.pack_first_fit(costs, order, capacity)
@@ -45,13 +44,8 @@ class MicroBatching:
 
 
 class RowBatch(C.RowBatch):
-    """A batch in the form that the native trainer takes. Samples with equal `group_id` share their prompt; without
-    `group_id`, no samples share a prompt.
-
-    Attributes:
-        wanted: bool [T] the tokens to score, see `wanted_tokens`.
-        targets: int64 [T, K] tokens that are scored in place of each token to score, which gives results [T, K]; if
-            None, the tokens themselves are scored, which gives results [T]."""
+    """A batch in the form that the native trainer takes. Samples with equal `group_id` share their prompt. `wanted`
+    bool [T] marks the tokens to score (`wanted_tokens`), in whose place `targets` int64 [T, K] are scored, if given."""
 
     def __init__(self, data: RaggedBatch, wanted: Tensor, targets: Tensor | None = None) -> None:
         ids = data.tokens["input_ids"].to(torch.int64).contiguous()
@@ -119,13 +113,9 @@ def cut_rows(batch: C.RowBatch, rows: list[int], batching: MicroBatching) -> Bin
 
 @dataclass
 class MicroBatch:
-    """Some samples of a batch, padded to the longest of them as losses expect.
-
-    Attributes:
-        rows: indices of the samples.
-        width: tokens of the longest sample, at least 2.
-        places: int64 [b, width] index of each position's token in the batch.
-        inside: bool [b, width] whether the position holds a token, not padding."""
+    """Some samples of a batch, padded to the longest of them as losses expect: `places` int64 [b, width] has the index
+    of each position's token in the batch, `inside` bool [b, width] whether the position holds a token. `width` is at
+    least 2."""
 
     rows: list[int]
     width: int

@@ -45,7 +45,6 @@ class Scoring:
 
     @property
     def filters(self) -> bool:
-        """Return whether top-k or top-p removes tokens."""
         return self.top_p < 1 or self.top_k > 0
 
     def unfiltered(self) -> Scoring:
@@ -90,7 +89,6 @@ class GlobalBatchResult:
 
     @property
     def loss(self) -> float:
-        """Return the loss of the global batch, the sum of the micro-batches' losses."""
         return sum(self.losses)
 
 
@@ -143,13 +141,12 @@ class MicroBatchRunner:
 
     @property
     def own_blocks(self) -> int:
-        """Return how many gradient blocks (parts of a global batch with a separate sum of gradients) this rank computes."""
+        """Return how many gradient blocks this rank computes."""
         return 1 if self.blocks is None else self.blocks // self.ranks.size
 
     @property
     def evens_out(self) -> bool:
-        """Return whether samples may move to another rank, so that all ranks have similar numbers of tokens in backward
-        passes. With a configured number of gradient blocks they never move."""
+        """Return whether samples may move to another rank to balance backward passes; never with configured blocks."""
         asked = hasattr(self.loss_fn, "zero_gradient_rows") and hasattr(self.trainer, "move_kept")
         return asked and not self.visits_all and self.blocks is None and self.ranks.size > 1
 
@@ -197,8 +194,7 @@ class MicroBatchRunner:
         return batch.result
 
     def _micro_batch(self, batch: _GlobalBatch, rows: list[int]) -> None:
-        """Run the forward pass and the loss for the samples `rows`, and the backward pass unless the loss has zero
-        gradient. Add the results to `batch.result`."""
+        """Run forward pass, loss and, unless the loss has zero gradient, backward pass for the samples `rows`."""
         trainer, batching, scoring, result = self.trainer, self.batching, self.scoring, batch.result
         packed_tokens = C.packed_tokens(batch.packed, rows, batching.share_prefix)
         result.packed_tokens += packed_tokens
@@ -318,8 +314,8 @@ class _GlobalBatch:
         return self.apart is not None and bool(self.apart[rows[0]])
 
     def loss(self, micro: MicroBatch, curr: Tensor) -> LossResult:
-        """Return the loss of a micro-batch, evaluated on `curr` [b, width]: the log-probabilities or values of its b
-        samples, padded to the `width` tokens of the longest."""
+        """Return the loss of a micro-batch, given `curr` [b, width], the log-probabilities or values of its b
+        samples."""
         data = micro.data(self.data)
         if self.exactness is not None:
             self.exactness.compare(curr, data["generation_logprobs"].to(curr.dtype), micro.padded(self.wanted))
@@ -357,8 +353,8 @@ class _GlobalBatch:
 def fused_token_loss(
     trainer: C.Trainer, loss_fn: Loss, data: RaggedBatch, counts: LossCounts, scoring: Scoring
 ) -> C.TokenLoss | None:
-    """Return the loss that the LM head evaluates while it holds a token's logits, so that they are computed only once.
-    Return None if the loss is a plain callable or depends on whole sequences, or if the head does not support it."""
+    """Return the loss that the LM head evaluates while it holds a token's logits; None if loss or head does not support
+    it."""
     sampling = scoring.temperature, scoring.top_p, scoring.top_k
     fuses = hasattr(loss_fn, "token_loss") and hasattr(trainer, "takes_token_loss")
     return loss_fn.token_loss(data, counts) if fuses and trainer.takes_token_loss(*sampling) else None
@@ -393,7 +389,6 @@ class LossResult:
 
     @property
     def grads(self) -> list[Tensor]:
-        """Return those of `grad`, `grad_unfiltered`, `grad_entropy` and `grad_candidates` that are not None."""
         grads = self.grad, self.grad_unfiltered, self.grad_entropy, self.grad_candidates
         return [grad for grad in grads if grad is not None]
 

@@ -21,12 +21,8 @@ Value = TypeVar("Value")
 
 @dataclass
 class Updates:
-    """The results of one `train` call, by global batch.
-
-    Attributes:
-        in_turns: whether gradient blocks (parts of a global batch, see `Ranks.blocks`) were assigned to ranks
-            round-robin.
-        blocks: for each global batch, the number of micro-batches of each gradient block."""
+    """The results of one `train` call, by global batch. `in_turns`: gradient blocks (see `Ranks.blocks`) were assigned
+    to ranks round-robin. `blocks`: the number of micro-batches of each gradient block."""
 
     in_turns: bool = False
     blocks: list[list[int]] = field(default_factory=list)
@@ -56,7 +52,6 @@ class Updates:
         )
 
     def report(self) -> TrainingResult:
-        """Return these results as the `TrainingResult` that `train` returns."""
         return {
             "loss": torch.tensor([float(sum(losses)) for losses in self.losses]),
             "grad_norm": torch.tensor(self.norms if self.norms else [0.0]),
@@ -66,8 +61,7 @@ class Updates:
 
 
 def _in_block_order(parts: Sequence[Updates], of_ranks: Sequence[list[list[Value]]]) -> list[list[Value]]:
-    """Return, for each global batch, the values of all ranks' micro-batches in the order of the gradient blocks.
-    `of_ranks[r][g]` lists the values of rank r for global batch g, one per micro-batch."""
+    """Return, for each global batch, the values `of_ranks[rank][batch]` in the order of the gradient blocks."""
     joined: list[list[Value]] = []
     for number, lists in enumerate(zip(*of_ranks)):
         if not parts[0].in_turns:

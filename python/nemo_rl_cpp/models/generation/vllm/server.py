@@ -50,13 +50,9 @@ class ServerStatusError(VllmError):
 
 
 class ServerClient:
-    """A client of a vLLM server.
-
-    Args:
-        url: http://host:port, optionally with a path prefix of the routes.
-        key: sent as `Authorization: Bearer`; None: no key.
-        timeout: seconds without received data after which a call fails.
-        why: returns a text on why the server no longer responds, for the end of an error message."""
+    """A client of the vLLM server at `url` (http://host:port, optionally with a path prefix). `key` is sent as
+    `Authorization: Bearer`. A call fails after `timeout` seconds without data, with the text `why()` about the
+    server."""
 
     def __init__(self, url: str, key: str | None, timeout: float, why: Callable[[], str] = lambda: "") -> None:
         parts = urlsplit(url)
@@ -71,9 +67,7 @@ class ServerClient:
         self._given_up = False
 
     def call(self, what: str, method: str, path: str, body: object = None) -> dict:
-        """Return the server's JSON response; `{}` if it is not a JSON object. `what` describes the call in error
-        messages.
-
+        """Return the server's JSON response; `{}` if it is not a JSON object. `what` describes the call in messages.
         Raises ServerStatusError if the server rejects the call, WorkerLostError if it is unreachable or times out."""
         with self._asked(what, method, path, body) as response, self._told(what):
             return _event(response.read(_LARGEST_ANSWER)) or {}
@@ -171,7 +165,7 @@ def _event(text: bytes) -> dict | None:
 
 
 def _message_of(body: dict) -> str:
-    """Return the message of an error response in the format of OpenAI's servers, of FastAPI or of vLLM's routes."""
+    """Return the message of an error response of OpenAI's servers, of FastAPI or of vLLM's routes."""
     error = body.get("error", body.get("detail", body))
     text = error.get("message", error) if isinstance(error, dict) else error
     return str(text)[:_MOST_OF_A_TEXT]
@@ -226,7 +220,6 @@ def _model(policy: PolicyConfig) -> str:
 
 
 def _recurrent_sizes(policy: PolicyConfig, model: str) -> ModelSizes | None:
-    """Return the sizes of the model in the folder `model` if it has recurrent layers, otherwise None."""
     sizes = model_sizes(model, policy.hf_config_overrides)
     return sizes if sizes is not None and sizes.recurrent_layers else None
 
@@ -270,11 +263,8 @@ def server_command(policy: PolicyConfig, device: str = "cpu") -> str:
 
 
 def started_options(policy: PolicyConfig, config: Mapping[str, Plain], model: str, port: int) -> dict[str, object]:
-    """Return the options, {name of vLLM's engine argument: value}, of the server that the run starts for the model
-    folder `model` on `port` of this machine, on the CPU, with random weights and without a tokenizer.
-
-    `vllm_kwargs` override these options; `config/rules_model.py` rejects conflicting keys. `config` is the model's
-    config.json."""
+    """Return {vLLM's engine argument: value} of the server that the run starts for the model folder `model` on `port`
+    of this machine, on the CPU, with random weights and without a tokenizer; `vllm_kwargs` come last."""
     generation = policy.generation
     vllm, options = generation.vllm_cfg, _options(policy, model, port, "cpu")
     rows, longest = generation.max_batch_size or _ROWS, options["max_model_len"]
@@ -317,10 +307,8 @@ def _cache_bytes(
 
 
 def server_environment(given: Mapping[str, object] | None) -> dict[str, str]:
-    """Return the server process's environment variables: this process's, overridden by this package's, then by `given`
-    (`env_vars`), where null removes a variable.
-
-    Ours open the routes for weights, exclude the user's site-packages, set the thread count, and disable telemetry."""
+    """Return the environment variables of the server process: those of this process, then this package's (routes for
+    weights, no user site-packages, threads, no telemetry), then `given` (`env_vars`), where null removes one."""
     ours = {
         "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(EXTENSION), "PYTHONNOUSERSITE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -333,13 +321,8 @@ class StartedServer:
     """A vLLM server that the run starts in the interpreter `vllm_cfg.python`, with random weights. It ends when this
     process ends.
 
-    It runs in a new session, so that Ctrl-C in the terminal only reaches the trainer, and listens on 127.0.0.1.
-
-    Args:
-        policy: section `policy`.
-        config: config.json of the policy's model.
-
-    Raises WorkerLostError if the server ends while it loads, or does not listen within vllm_cfg.start_timeout_s."""
+    It runs in a new session, so that Ctrl-C in the terminal only reaches the trainer, and listens on 127.0.0.1. Raises
+    WorkerLostError if the server ends while it loads, or does not listen within vllm_cfg.start_timeout_s."""
 
     def __init__(self, policy: PolicyConfig, config: Mapping[str, Plain]) -> None:
         vllm = policy.generation.vllm_cfg
@@ -376,8 +359,7 @@ class StartedServer:
                 raise WorkerLostError(f"vLLM did not start within {seconds:g} s ({key}){self.what_happened(wait=0.0)}")
 
     def what_happened(self, wait: float = GRACE_SECONDS) -> str:
-        """Return how the server ended, with the last lines of its output, for the end of an error message. Wait at most
-        `wait` seconds for its end."""
+        """Return how the server ended, with the last lines of its output, for the end of an error message."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=wait)
         code, how = self._process.returncode, ""

@@ -84,8 +84,7 @@ class SharedMemoryTransport:
         return digest.hexdigest()
 
     def prepare(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy `weights` (name -> tensor) into the memory shared with vLLM, and let vLLM compare the digest of what it
-        reads there with the digest of what was written. On failure vLLM keeps its old weights."""
+        """Copy `weights` into the shared memory, whose digest vLLM checks; on failure it keeps its old weights."""
         self._sent, path = self.fill(weights), f"/proc/{os.getpid()}/fd/{self.descriptor}"
         info = {"path": path, "size": self._size, "manifest": self.manifest, "digest": self._sent}
         self._client.call(REFIT, "POST", "/init_weight_transfer_engine", {"init_info": info})
@@ -96,8 +95,7 @@ class SharedMemoryTransport:
         return self._sent
 
     def close(self) -> None:
-        """Close the descriptor of the shared memory, which is freed when the last tensor that views it is released.
-        Further calls do nothing."""
+        """Close the descriptor of the shared memory, which is freed when the last tensor that views it is released."""
         self._closing()
         self.descriptor = -1
 
@@ -159,7 +157,6 @@ class NcclTransport:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Close the communicator. Further calls do nothing."""
         self._communicator = None
 
 
@@ -189,11 +186,7 @@ _PLAIN = {  # set explicitly, so that they do not depend on a server's defaults
 
 
 class Response:
-    """One response that vLLM is generating.
-
-    Args:
-        row: index of the row of the batch.
-        room: maximum number of tokens of the response."""
+    """One response that vLLM is generating, of at most `room` tokens, for the row `row` of the batch."""
 
     def __init__(
         self, row: int, prompt: list[int], room: int, seed: int, stops: tuple[str, ...], token_bytes: list[bytes]
@@ -224,13 +217,8 @@ class VllmGeneration(BaseEngine):
     prompt length), so that a repeated run sends the same requests. vLLM's log-probabilities are not bit-identical to
     training's.
 
-    `generate` raises the errors of `BaseEngine.generate`, VllmError before the first refit, and WorkerLostError if the
-    server has ended or has produced no token for vllm_cfg.timeout_s.
-
-    Args:
-        policy: provides the weights for vLLM.
-        config: section `policy`.
-        tokenizer, end_token_ids, seed: see `BaseEngine`.
+    `generate` also raises VllmError before the first refit, and WorkerLostError if the server has ended or has produced
+    no token for vllm_cfg.timeout_s.
 
     Attributes:
         model_config: config.json of the policy's model.

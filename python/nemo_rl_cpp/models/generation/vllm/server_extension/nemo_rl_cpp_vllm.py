@@ -41,7 +41,6 @@ class SharedWeights:
         self.memory = mmap.mmap(descriptor, size)
 
     def digest(self) -> str:
-        """Return the digest of the weights in the shared memory."""
         digest = begin_digest(self.manifest)
         view = memoryview(self.memory)
         for _, _, _, offset, size in self.manifest:
@@ -199,7 +198,6 @@ def __getattr__(name: str) -> type:
 
 
 def register() -> None:
-    """Register both weight transfers with vLLM."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(SHARED_MEMORY, __name__, "SharedMemoryOfATrainer")

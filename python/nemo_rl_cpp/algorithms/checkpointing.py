@@ -190,12 +190,13 @@ class Saver:
         kind, _, name = (manager.metric_name or "").partition(":")
         if not name or not manager.enabled or manager.metric_seen:
             return
+        # a step that trains only on groups that dynamic sampling kept has no rollouts, so their metrics are missing
         known: Iterable[str] | None = None
         if kind == "train":
-            known = result.metrics
+            known = result.metrics if result.rollout_names else None
         elif validation is not None:
             known = validation.metrics
-        elif self.validator is not None and result.metrics:
+        elif self.validator is not None and result.rollout_names:
             known = self.validator.gives(result.rollout_names, self.environments)
             if known is not None and name in known:
                 return  # checked again at the first validation

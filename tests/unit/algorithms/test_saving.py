@@ -148,6 +148,21 @@ def test_unknown_checkpoint_metric_name_ends_the_run_after_the_first_step(tmp_pa
     assert run.state.step == 1
 
 
+SURPLUS = (
+    *tiny.SAVED_AT_THE_END, "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=8", "policy.train_global_batch_size=32",
+    "grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=4", "+grpo.dynamic_sampling_keep_surplus=true",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["train:truncation_rate", "val:truncation_rate"])
+def test_run_that_resumes_with_a_step_without_rollouts_accepts_their_metrics_as_checkpoint_metric(tmp_path, name):
+    for steps in (1, 2):
+        with tiny.make(tmp_path, *SURPLUS, f"grpo.max_num_steps={steps}", f"checkpointing.metric_name={name}") as run:
+            run.train()
+    assert run.history[0]["dynamic_sampling_num_gen_batches"] == 0 and "truncation_rate" not in run.history[0]
+    assert run.state.step == 2
+
+
 def test_unknown_validation_metric_raises_at_validation_if_validation_environments_differ(tmp_path):
     """Their metrics cannot be known from training's."""
     run = make_steps(tmp_path, 9, "val:accurcy", "grpo.val_period=2")

@@ -27,6 +27,7 @@
 
 #include "common/bfloat16.h"
 #include "common/cpu_capability.h"
+#include "common/host_device.h"
 #include "kernels/linear.h"
 
 namespace nemo_rl::kernels {
@@ -74,6 +75,15 @@ constexpr std::int64_t block_matrix_bytes(BlockFormat format, std::int64_t rows,
 constexpr std::int64_t code_place(BlockFormat format, std::int64_t r, std::int64_t i) {
   if (format == BlockFormat::q4_0) return i / 4 * 64 + r * 4 + i % 2 * 2 + i % 4 / 2;
   return (r / 8 * ((block_bytes(format) - scale_bytes(format)) / 8) + i / 8) * 64 + r % 8 * 8 + i % 2 * 4 + i % 8 / 2;
+}
+
+/// The number whose float16 these bits are.
+NRL_INLINE float half_value(std::uint16_t bits) {
+  const std::uint32_t sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) return __builtin_bit_cast(float, sign | 0x7f800000u | magnitude << 13);
+  const float value = magnitude < 0x400u ? static_cast<float>(magnitude) * 0x1p-24f
+                                         : __builtin_bit_cast(float, (magnitude << 13) + (112u << 23));
+  return sign ? -value : value;
 }
 
 /// out[rows, K] = the weights of rows [first, first + rows) of the matrix at `tiles`.

@@ -317,7 +317,7 @@ void DecoderParameters::add_blocks(const ModelConfig& c) {
   };
   const std::int64_t total = for_matrices([](const auto&...) {});
   // one buffer: a matrix alone may be smaller than a huge page
-  blocks = runtime::zeros_large({total}, at::TensorOptions().dtype(at::kByte));
+  blocks = runtime::zeros_large({total}, flat.options().dtype(at::kByte));
   for_matrices([&](at::Tensor& matrix, std::int64_t rows, std::int64_t bytes, std::int64_t offset) {
     matrix = blocks.narrow(0, offset, rows * bytes).view({rows, bytes});
   });

@@ -11,6 +11,7 @@
 #include "ops/rms_norm.h"
 #include "ops/rope.h"
 #include "ops/swiglu.h"
+#include "ops/weight_blocks.h"
 #include "ops/weight_digest.h"
 #include "runtime/cuda_launch.h"
 
@@ -30,6 +31,28 @@ void embedding_forward_on_cuda(const at::Tensor& table, const at::Tensor& token_
     using T = decltype(tag);
     launch.check(kernels::embedding_forward_launch(ptr<T>(table), ptr<std::int64_t>(ids), mutable_ptr<float>(h),
                                                    ids.numel(), table.size(1), launch.stream));
+  });
+}
+
+void embedding_blocks_on_cuda(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h,
+                              at::ScalarType dtype) {
+  const runtime::CudaLaunch launch(table, "embedding_forward");
+  NRL_CHECK_ARG(h.scalar_type() == at::kFloat && h.is_contiguous() && h.device() == table.device(),
+                "embedding_forward: h must be contiguous float32 on ", table.device().str());
+  const BlockMatrix rows(table, h.size(1));
+  const auto ids = token_ids.to(table.device());
+  runtime::dispatch_cuda(dtype, launch.op, [&](auto tag) {
+    launch.check(kernels::embedding_blocks_launch<decltype(tag)>(rows.format(), rows.tiles(), ptr<std::int64_t>(ids),
+                                                                 mutable_ptr<float>(h), ids.numel(), h.size(1),
+                                                                 launch.stream));
+  });
+}
+
+void unpack_blocks_on_cuda(const BlockMatrix& from, const at::Tensor& w, std::int64_t first) {
+  const runtime::CudaLaunch launch(w, "unpack_blocks");
+  runtime::dispatch_cuda(w.scalar_type(), launch.op, [&](auto tag) {
+    launch.check(kernels::unpack_blocks_launch(from.format(), from.tiles(), first, w.size(0), w.size(1),
+                                               mutable_ptr<decltype(tag)>(w), w.stride(0), launch.stream));
   });
 }
 
@@ -203,6 +226,8 @@ std::vector<std::uint64_t> weight_digest_on_cuda(const at::Tensor& weights) {
 
 const bool registered = [] {
   embedding_forward_cuda.set(embedding_forward_on_cuda);
+  embedding_blocks_cuda.set(embedding_blocks_on_cuda);
+  unpack_blocks_cuda.set(unpack_blocks_on_cuda);
   embedding_backward_cuda.set(embedding_backward_on_cuda);
   add_column_sums_cuda.set(add_column_sums_on_cuda);
   rms_norm_forward_cuda.set(rms_norm_forward_on_cuda);

@@ -29,10 +29,28 @@ const PackedWeights::Matrix* packed_copy(const PackedWeights* packed, const at::
   return packed == nullptr ? nullptr : packed->for_rows(w, rows, gated);
 }
 
-void check_blocks(const at::Tensor& x, const char* op) {
-  NRL_CHECK_ARG(x.is_cpu() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16), op,
-                ": weights in blocks are multiplied in float32 or bfloat16 on the CPU, not in ",
-                c10::toString(x.scalar_type()), " on ", x.device().str());
+BlockMatrix checked_blocks(const at::Tensor& x, const at::Tensor& w, std::int64_t columns, const char* op) {
+  check_matrix(x, w, "the operand beside weights in blocks", op);
+  NRL_CHECK_ARG(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, op,
+                ": weights in blocks are multiplied in float32 or bfloat16, not in ", c10::toString(x.scalar_type()));
+  return {w, columns};
+}
+
+/// Weights that are unpacked at a time on a device: 128 MiB of bfloat16.
+constexpr std::int64_t kDeviceStripWeights = std::int64_t{1} << 26;
+
+/// Calls f(rows, n, count) with rows [n, n + count) of w in the dtype of `like`, strip by strip.
+template <class F>
+void for_device_strips(const BlockMatrix& w, const at::Tensor& like, const F& f) {
+  constexpr std::int64_t kTile = kernels::kBlockTileRows;
+  const std::int64_t N = w.rows(), K = w.columns(),
+                     most = std::min(N, std::max(kTile, kDeviceStripWeights / K / kTile * kTile));
+  const auto room = at::empty({most, K}, like.options());
+  for (std::int64_t n = 0; n < N; n += most) {
+    const auto rows = room.narrow(0, 0, std::min(most, N - n));
+    unpack_blocks_cuda.get(rows)(w, rows, n);
+    f(rows, n, rows.size(0));
+  }
 }
 
 /// From one unpacked row of K weights to the next: not a multiple of 4 KiB, which would put rows into the same sets of
@@ -369,6 +387,19 @@ void gemm(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::T
   throw ArgumentError(detail::concat(op, ": no product of ", c10::toString(type), " into ", c10::toString(out)));
 }
 
+/// dx (+)= dy · w, w in blocks on a device. Several strips are added up in float32 and rounded once.
+void backward_device_blocks(const at::Tensor& dy, const BlockMatrix& w, const at::Tensor& dx, bool accumulate) {
+  at::Tensor sum;
+  for_device_strips(w, dy, [&](const at::Tensor& rows, std::int64_t n, std::int64_t count) {
+    const bool in_place = dx.scalar_type() == at::kFloat || count == w.rows();
+    if (n == 0) sum = in_place ? dx : at::empty(dx.sizes(), dx.options().dtype(at::kFloat));
+    gemm(dy.narrow(1, n, count), false, rows, sum, n > 0 || (accumulate && in_place), "linear_backward_input");
+  });
+  if (sum.is_same(dx)) return;
+  if (accumulate) dx.add_(sum);
+  else dx.copy_(sum);
+}
+
 bool are_few_for_blocks(const at::Tensor& x, const BlockMatrix& w) {
   return x.scalar_type() == at::kBFloat16 && x.size(0) <= kernels::block_product_rows(w.format());
 }
@@ -405,13 +436,16 @@ void few_rows_of_gated_blocks(const at::Tensor& x, const BlockMatrix& w, const s
 
 void forward_blocks(const at::Tensor& x, const BlockMatrix& w, const std::optional<at::Tensor>& bias,
                     const at::Tensor& y, bool accumulate) {
-  check_matrix(x, x, "x", "linear_forward");
-  check_blocks(x, "linear_forward");
   check_matrix(y, x, "y", "linear_forward");
   NRL_CHECK_ARG(x.size(1) == w.columns() && y.size(0) == x.size(0) && y.size(1) == w.rows() && fits(bias, w.rows(), x),
                 "linear_forward: x ", x.sizes(), ", blocks of [", w.rows(), ", ", w.columns(), "], y ", y.sizes(),
                 " or their dtypes do not match");
   if (y.numel() == 0) return;
+  if (x.is_cuda())
+    return for_device_strips(w, x, [&](const at::Tensor& rows, std::int64_t n, std::int64_t count) {
+      const auto of_rows = bias ? std::optional(bias->narrow(0, n, count)) : std::nullopt;
+      linear_forward(x, rows, of_rows, y.narrow(1, n, count), accumulate);
+    });
   if (are_few_for_blocks(x, w) && y.scalar_type() == at::kBFloat16)
     return few_rows_of_blocks<bfloat16>(kernels::linear_forward_blocks_bf16, x, w, bias, y, accumulate);
   if (are_few_for_blocks(x, w) && y.scalar_type() == at::kFloat)
@@ -421,8 +455,6 @@ void forward_blocks(const at::Tensor& x, const BlockMatrix& w, const std::option
 
 void swiglu_blocks(const at::Tensor& x, const BlockMatrix& w, const std::optional<at::Tensor>& bias,
                    const at::Tensor& gate_up, const at::Tensor& act) {
-  check_matrix(x, x, "x", "linear_swiglu");
-  check_blocks(x, "linear_swiglu");
   const std::int64_t M = x.size(0), I = w.rows() / 2;
   const auto is = [&](const at::Tensor& t, std::int64_t columns) {
     return t.scalar_type() == x.scalar_type() && t.is_contiguous() && t.sizes() == at::IntArrayRef({M, columns});
@@ -432,14 +464,17 @@ void swiglu_blocks(const at::Tensor& x, const BlockMatrix& w, const std::optiona
                 "linear_swiglu: x ", x.sizes(), ", blocks of [", w.rows(), ", ", w.columns(), "], act ", act.sizes(),
                 " or their dtypes do not match");
   if (act.numel() == 0) return;
+  if (x.is_cuda()) {
+    const auto both = gate_up.defined() ? gate_up : at::empty({M, 2 * I}, act.options());
+    forward_blocks(x, w, bias, both, /*accumulate=*/false);
+    return swiglu_forward(both, act);
+  }
   if (are_few_for_blocks(x, w) && I % kernels::kBlockTileRows == 0)
     return few_rows_of_gated_blocks(x, w, bias, gate_up, act);
   swiglu_on_cpu(x, w, bias, gate_up, act);
 }
 
 void backward_input_blocks(const at::Tensor& dy, const BlockMatrix& w, const at::Tensor& dx, bool accumulate) {
-  check_matrix(dy, dy, "dy", "linear_backward_input");
-  check_blocks(dy, "linear_backward_input");
   check_matrix(dx, dy, "dx", "linear_backward_input");
   const auto type = dy.scalar_type(), out = dx.scalar_type();
   NRL_CHECK_ARG(dy.size(1) == w.rows() && dx.size(0) == dy.size(0) && dx.size(1) == w.columns() &&
@@ -447,6 +482,7 @@ void backward_input_blocks(const at::Tensor& dy, const BlockMatrix& w, const at:
                 "linear_backward_input: dy ", dy.sizes(), ", blocks of [", w.rows(), ", ", w.columns(), "], dx ",
                 dx.sizes(), " or their dtypes do not match");
   if (dx.numel() == 0) return;
+  if (dy.is_cuda()) return backward_device_blocks(dy, w, dx, accumulate);
   if (type == at::kFloat) return backward_blocks<float, float>(dy, w, dx, accumulate);
   if (out == at::kBFloat16) return backward_blocks<bfloat16, bfloat16>(dy, w, dx, accumulate);
   backward_blocks<bfloat16, float>(dy, w, dx, accumulate);
@@ -457,7 +493,7 @@ void backward_input_blocks(const at::Tensor& dy, const BlockMatrix& w, const at:
 void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
                     const at::Tensor& y, bool accumulate, const PackedWeights* packed) {
   check_matrix(x, x, "x", "linear_forward");
-  if (in_blocks(w)) return forward_blocks(x, BlockMatrix(w, x.size(1)), bias, y, accumulate);
+  if (in_blocks(w)) return forward_blocks(x, checked_blocks(x, w, x.size(1), "linear_forward"), bias, y, accumulate);
   check_matrix(w, x, "w", "linear_forward");
   check_matrix(y, x, "y", "linear_forward");
   NRL_CHECK_ARG(x.size(1) == w.size(1) && y.size(0) == x.size(0) && y.size(1) == w.size(0) &&
@@ -473,7 +509,7 @@ void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optiona
 void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
                    const at::Tensor& gate_up, const at::Tensor& act, const PackedWeights* packed) {
   check_matrix(x, x, "x", "linear_swiglu");
-  if (in_blocks(w)) return swiglu_blocks(x, BlockMatrix(w, x.size(1)), bias, gate_up, act);
+  if (in_blocks(w)) return swiglu_blocks(x, checked_blocks(x, w, x.size(1), "linear_swiglu"), bias, gate_up, act);
   check_matrix(w, x, "w", "linear_swiglu");
   const std::int64_t M = x.size(0), I = w.size(0) / 2;
   const auto is = [&](const at::Tensor& t, std::int64_t columns) {
@@ -506,7 +542,8 @@ void linear_ask_ahead(const at::Tensor& w, bool gated, const PackedWeights* pack
 }
 
 void linear_backward_input(const at::Tensor& dy, const at::Tensor& w, const at::Tensor& dx, bool accumulate) {
-  if (in_blocks(w)) return backward_input_blocks(dy, BlockMatrix(w, dx.size(1)), dx, accumulate);
+  if (in_blocks(w))
+    return backward_input_blocks(dy, checked_blocks(dy, w, dx.size(1), "linear_backward_input"), dx, accumulate);
   gemm(dy, false, w, dx, accumulate, "linear_backward_input");
 }
 

@@ -216,6 +216,20 @@ Int bias_rows(void* bias, void* y, Int stride, Int rows, Int N, Int accumulate, 
   return bias_rows_launch(static_cast<float*>(bias), static_cast<float*>(y), stride, rows, N, accumulate != 0, nullptr);
 }
 
+/// Rows [first, first + rows) of a matrix in blocks; `format` 0: q8_0, 1: q4_0, 2: nf4.
+Int unpack_blocks(Int format, void* tiles, Int first, Int rows, Int K, void* out, Int ldo, Int bf16) {
+  const auto* const from = static_cast<const std::byte*>(tiles);
+  if (bf16)
+    return unpack_blocks_launch(BlockFormat(format), from, first, rows, K, static_cast<bfloat16*>(out), ldo, nullptr);
+  return unpack_blocks_launch(BlockFormat(format), from, first, rows, K, static_cast<float*>(out), ldo, nullptr);
+}
+
+Int embedding_blocks(Int format, void* tiles, Int* ids, float* h, Int tokens, Int D, Int bf16) {
+  const auto* const from = static_cast<const std::byte*>(tiles);
+  if (bf16) return embedding_blocks_launch<bfloat16>(BlockFormat(format), from, ids, h, tokens, D, nullptr);
+  return embedding_blocks_launch<float>(BlockFormat(format), from, ids, h, tokens, D, nullptr);
+}
+
 Int embedding_forward(void* table, Int* ids, float* h, Int tokens, Int D, Int bf16) {
   if (bf16) return embedding_forward_launch(static_cast<bfloat16*>(table), ids, h, tokens, D, nullptr);
   return embedding_forward_launch(static_cast<float*>(table), ids, h, tokens, D, nullptr);

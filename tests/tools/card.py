@@ -30,6 +30,19 @@ PACKAGES = (
 """What build, package and tests need besides torch, numpy, tokenizers, safetensors, huggingface_hub, transformers."""
 TINY = "--device cpu --shape small --samples 2 --length 32 --sequences 2 --repeats 1"
 
+QUANTISED = (
+    "python examples/run_grpo_math.py --config configs/grpo_tiny.yaml policy.quantization=q4_0 policy.dtensor_cfg.lora_cfg.enabled=true "
+    "policy.precision=bfloat16 grpo.max_num_steps=2 grpo.val_period=0 grpo.val_at_end=false checkpointing.enabled=false logger.log_dir=OUT/quantised "
+    "grpo.num_prompts_per_step=4 grpo.num_generations_per_prompt=4 policy.train_global_batch_size=16 policy.train_micro_batch_size=4"
+)  # fmt: skip
+LLAMA_8B = " ".join(
+    f"policy.hf_config_overrides.{key}={value}"
+    for key, value in dict(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=1024, initializer_range=0.02,
+    ).items()
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Step:
@@ -58,6 +71,8 @@ STEPS = (
          "python tests/tools/exactness.py --device cuda --json OUT/exactness.json",
          "python tests/tools/exactness.py --only llama --json OUT/exactness.json"),
     Step("gpu_tests", 6, "ops, losses, models and NCCL against the CPU", "python -m pytest -q -m gpu tests"),
+    Step("quantised_8b", 5, "two GRPO steps of LoRA over 8B in q4_0, random weights: memory/peak_gpu_gb",
+         f"{QUANTISED} cluster.device=cuda policy.generation.max_new_tokens=64 policy.max_total_sequence_length=128 {LLAMA_8B}", QUANTISED),
     bench("training", 4, "a step of 0.6B on 16,384 tokens", "gpu_step", "--only training --repeats 3", f"--only training {TINY}"),
     bench("decode", 4, "a decode step of 256 texts", "gpu_step", "--only decode --repeats 3"),
     bench("lm_head", 2, "the head, forward and backward", "lm_head", "--device cuda --tokens 8192 --vocab 151936 --hidden 1024 --dtype bfloat16"),

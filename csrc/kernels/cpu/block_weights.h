@@ -22,11 +22,7 @@ template <class F>
 #if defined(__F16C__)
   return _cvtsh_ss(bits);
 #else
-  const std::uint32_t sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
-  if (magnitude >= 0x7c00u) return __builtin_bit_cast(float, sign | 0x7f800000u | magnitude << 13);
-  const float value = magnitude < 0x400u ? static_cast<float>(magnitude) * 0x1p-24f
-                                         : __builtin_bit_cast(float, (magnitude << 13) + (112u << 23));
-  return sign ? -value : value;
+  return half_value(bits);
 #endif
 }
 

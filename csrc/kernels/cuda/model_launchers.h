@@ -8,6 +8,7 @@
 #include "kernels/rms_norm.h"
 #include "kernels/rope.h"
 #include "kernels/swiglu.h"
+#include "kernels/weight_blocks.h"
 
 namespace nemo_rl::kernels {
 
@@ -50,6 +51,16 @@ struct EmbeddingBackwardArgs {
   std::int64_t num_rows, D;
 };
 cudaError_t embedding_backward_launch(const EmbeddingBackwardArgs& args, cudaStream_t stream);
+
+// ---- weights in blocks (weight_blocks.cu)
+/// out[rows, K] = the weights of rows [first, first + rows) of the matrix at `tiles`.
+template <class T>
+cudaError_t unpack_blocks_launch(BlockFormat format, const std::byte* tiles, std::int64_t first, std::int64_t rows,
+                                 std::int64_t K, T* out, std::int64_t ldo, cudaStream_t stream);
+/// h[t, D] = the weights of row ids[t], rounded to T.
+template <class T>
+cudaError_t embedding_blocks_launch(BlockFormat format, const std::byte* tiles, const std::int64_t* ids, float* h,
+                                    std::int64_t tokens, std::int64_t D, cudaStream_t stream);
 
 // ---- sums (flat_reduce.cu)
 /// out[c] += sum of parts[p, c] over p.

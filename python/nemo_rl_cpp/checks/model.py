@@ -52,6 +52,7 @@ class _Use(NamedTuple):
     slices: int = 1
     slices_key: str = ""
     quantization: str | None = None
+    device: str = "cpu"
     trained: TrainedModelConfig | None = None
 
 
@@ -103,7 +104,7 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
             f"{section}.model_name", model.model_name, tokenizer, "policy.tokenizer.name", model.backend,
             model.max_total_sequence_length, f"{section}.max_total_sequence_length", model.hf_config_overrides,
             section == "value", model.tensor_parallel(processes), model.tensor_parallel_key(section),
-            model.quantization, model,
+            model.quantization, config.cluster.device, model,
         )  # fmt: skip
         yield use
         if section == "policy":
@@ -125,7 +126,7 @@ def _check_model(use: _Use) -> Iterator[Finding]:
         check_length(folder.config, use.length, use.length_key, use.name)
     if use.quantization is not None:
         key = f"{use.key.rpartition('.')[0]}.quantization"
-        replace(folder, quantization=use.quantization).check_quantization(key)
+        replace(folder, quantization=use.quantization).check_quantization(key, use.device)
     folder.check_slices(use.slices, use.slices_key)
     if use.trained is not None:
         folder.check_mixers(use.trained, use.key.partition(".")[0], use.slices)

@@ -118,15 +118,12 @@ def check_offload(config: TrainMasterConfig, report: Report) -> None:
 
 
 def check_quantized_run(config: TrainMasterConfig, report: Report) -> None:
-    """Report `quantization` with a GPU, with tensor parallelism, or with engines that have their own weights."""
+    """Report `quantization` with tensor parallelism, or with engines that have their own weights."""
     policy = config.policy
     for name, model in config.trained_models().items():
         if model.quantization is None:
             continue
         key, count = f"{name}.quantization", trainers_of(config)
-        if config.cluster.device != "cpu":
-            text = f"is {model.quantization}, which is read on the CPU only: set cluster.device=cpu, or null here"
-            report.add(key, text, "cluster.device")
         if (slices := model.tensor_parallel(max(count, 1))) > 1:
             parallel = model.tensor_parallel_key(name)
             text = f"is {model.quantization}, but {parallel} {slices} splits the model: set {parallel}=1, or null here"

@@ -66,12 +66,17 @@ class ModelFolder:
             entries = ((name, entry) for _, name, entry in all_entries(weight_files(self.path)))
             fill_parameters(self.path, parameter_shapes(native), entries, lambda name, entry: None)
 
-    def check_quantization(self, key: str) -> None:
-        """Raise ModelFolderError if the rows of a matrix are not divisible into blocks of 32 weights, as `key`
-        requires."""
+    def check_quantization(self, key: str, device: str = "cpu") -> None:
+        """Raise ModelFolderError if the rows of a matrix are not divisible into blocks of 32 weights, as `key` requires,
+        or if the model has experts and `device` is a GPU, which does not read experts in blocks."""
         if self.quantization is None:
             return
         native = self.native()
+        if "experts" in native and device != "cpu":
+            raise ModelFolderError(
+                f"{key} is {self.quantization}, but the model has experts, whose quantised weights are read on the CPU only: "
+                f"set cluster.device=cpu, or {key}=null"
+            )
         widths = {"hidden_size": native["hidden_size"], "intermediate_size": native["intermediate_size"],
                   "num_attention_heads * head_dim": native["num_heads"] * native["head_dim"]}  # fmt: skip
         if recurrent := native.get("recurrent"):

@@ -119,7 +119,7 @@ class TrainedModel:
                 "or resume its run by checkpointing.checkpoint_dir"
             )
         folder = replace(folder, quantization=config.quantization)
-        folder.check_quantization(f"{self.section}.quantization")
+        folder.check_quantization(f"{self.section}.quantization", str(self.device))
         folder.check_slices(self.ranks.tensor_size, config.tensor_parallel_key(self.section))
         folder.check_mixers(config, self.section, self.ranks.tensor_size)
         megatron = config.megatron_cfg

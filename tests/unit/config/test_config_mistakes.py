@@ -99,7 +99,6 @@ BAD_FILES = {
     "a quantised model trained whole": ("policy:\n  model_name: m\n  quantization: q4_0", "policy.quantization", 3, ["quantised weights are frozen", "policy.dtensor_cfg.lora_cfg.enabled=true"]),
     "a quantised model of transformers": ("policy:\n  model_name: m\n  backend: hf\n  quantization: q8_0", "policy.quantization", 4, ["native core alone", "policy.backend=native"]),
     "an unknown format of blocks": ("policy:\n  model_name: m\n  quantization: q5_1", "policy.quantization", 3, ["q8_0", "q4_0"]),
-    "a quantised model on a GPU": ("policy:\n  model_name: m\n  quantization: q8_0\n  dtensor_cfg:\n    lora_cfg: {enabled: true}\ncluster: {device: cuda}", "policy.quantization", 3, ["on the CPU only", "cluster.device=cpu"]),
     "megatron's lora": ("policy:\n  model_name: m\n  megatron_cfg:\n    enabled: true\n    peft: {enabled: true, target_modules: [q_proj]}", "policy.megatron_cfg.peft.target_modules", 5, ["there are linear_qkv, linear_proj, linear_fc1"]),
     "fp8": ("policy:\n  model_name: m\n  megatron_cfg:\n    enabled: true\n    fp8_cfg: {enabled: true}", "policy.megatron_cfg.fp8_cfg.enabled", 5, ["FP8 is not supported"]),
     "hf backend": (

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from block_matrices import dense, matrix_of
 from cuda_emulation.tensors import close, randn, table
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf_config import native_config
@@ -118,6 +119,40 @@ def test_emulated_cuda_embedding_returns_the_weight_rows_of_the_token_ids(kernel
     rows, ids, h = randn(7, D, dtype=dtype), table([4, 1, 4, 0]), torch.zeros(4, D)
     kernels.embedding_forward(rows, ids, h, 4, D, dtype == BF16)
     assert torch.equal(h, rows[ids].float())
+
+
+KINDS = ("q8_0", "q4_0", "nf4")
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_emulated_cuda_unpacking_of_blocks_has_the_bits_of_the_cpu(kernels, kind, dtype):
+    """Parts that begin and end within a tile of 16 rows; more blocks of a row than one block of threads takes."""
+    N, K = 37, 18 * 32
+    matrix = matrix_of(randn(N, K), kind)
+    expected = dense(matrix, K, dtype)
+    for first, rows in [(0, N), (16, 21), (5, 1), (3, 30)]:
+        got = torch.full((rows, K + 8), math.nan, dtype=dtype)
+        kernels.unpack_blocks(KINDS.index(kind), matrix, first, rows, K, got, K + 8, dtype == BF16)
+        assert torch.equal(got[:, :K], expected[first : first + rows])
+        assert got[:, K:].isnan().all()
+    ids, h = table([36, 0, 17, 36]), torch.zeros(4, K)
+    kernels.embedding_blocks(KINDS.index(kind), matrix, ids, h, 4, K, dtype == BF16)
+    assert torch.equal(h, expected[ids].float())
+
+
+@pytest.mark.parametrize("kind", ("q8_0", "q4_0"))
+def test_emulated_cuda_unpacking_reads_every_float16_scale(kernels, kind):
+    """All 65,536 scales, subnormal and infinite ones and NaN among them."""
+    scales = torch.arange(65536, dtype=torch.int32).to(torch.int16)[:, None].contiguous().view(torch.uint8)
+    codes = torch.randint(
+        0, 256, (65536, {"q8_0": 32, "q4_0": 16}[kind]), generator=torch.Generator().manual_seed(1), dtype=torch.uint8
+    )
+    matrix = C.zero_blocks(65536, 32, kind)
+    C.write_block_rows(torch.cat([scales, codes], 1), matrix, 32)
+    got = torch.empty(65536, 32)
+    kernels.unpack_blocks(KINDS.index(kind), matrix, 0, 65536, 32, got, 32, 0)
+    assert torch.equal(got.nan_to_num(1.5), dense(matrix, 32).nan_to_num(1.5))
 
 
 @pytest.mark.parametrize("D", [40, 21, 1100])

@@ -142,6 +142,9 @@ def test_quantising_unsupported_matrix_shapes_or_dtypes_is_an_error():
         replace(tiny_random({**MAMBA, "mamba_num_heads": 1, "n_groups": 1}), quantization="q4_0").check_quantization(
             "policy.quantization"
         )
+    with pytest.raises(ModelFolderError, match="has experts, whose quantised weights are read on the CPU only"):
+        mixture = tiny_random({**SIZES, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2})
+        replace(mixture, quantization="q4_0").check_quantization("policy.quantization", "cuda")
     native = replace(tiny_random(SIZES), quantization="q4_0").native()
     with pytest.raises(ValueError, match="frozen"):
         C.DecoderModel(native, torch.bfloat16, True)

@@ -120,6 +120,34 @@ def test_logprobs_on_cuda_do_not_depend_on_micro_batch_size_or_shared_prompts(na
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
+def test_products_with_quantised_matrices_on_cuda_have_the_bits_of_their_dense_weights(kind, dtype):
+    """Packed on the device, where 37 rows end within a tile; forward, gated and backward products, and embeddings."""
+    N, K, M = 37, 96, 9
+    random = torch.Generator().manual_seed(2)
+    w, x, dy = (torch.randn(*shape, generator=random).to("cuda", dtype) for shape in ((2 * N, K), (M, K), (M, 2 * N)))
+    matrix, packed = C.zero_blocks(80, K, kind).cuda()[: 2 * N], C.zero_blocks(2 * N, K, kind)  # 80: whole tiles
+    for at in (0, N):
+        C.pack_blocks(w[at : at + N], matrix, at)
+        C.pack_blocks(w[at : at + N].cpu(), packed, at)
+    assert torch.equal(C.read_block_rows(matrix, K, 0, 2 * N), C.read_block_rows(packed, K, 0, 2 * N))
+    whole = torch.empty(2 * N, K, dtype=dtype, device="cuda")
+    C.unpack_blocks(matrix, whole)
+    on_cpu = torch.empty(2 * N, K, dtype=dtype)
+    C.unpack_blocks(matrix, on_cpu)
+    assert torch.equal(whole.cpu(), on_cpu)
+
+    def results(weights):
+        y, dx = torch.empty(M, 2 * N, dtype=dtype, device="cuda"), torch.empty(M, K, dtype=dtype, device="cuda")
+        C.linear_forward(x, weights, None, y)
+        C.linear_backward_input(dy, weights, dx)
+        return y, dx
+
+    for got, expected in zip(results(matrix), results(whole)):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_weight_digest_on_cuda_equals_that_on_the_cpu(dtype):
     models = [model_on(device, CONFIGS["llama"], dtype) for device in ("cpu", "cuda")]
     assert models[0].digest() == models[1].digest()

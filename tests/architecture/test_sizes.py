@@ -16,7 +16,6 @@ MAX_RESULTS = 3
 FACADES = {
     "api/training.py:train_grpo": "a training run from one call; keyword-only",
     "generate.py:generate": "text from one call; keyword-only",
-    "models/policy/lm_policy.py:__init__": "keyword-only but for three",
 }
 
 

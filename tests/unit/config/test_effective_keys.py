@@ -76,7 +76,7 @@ ONLY_PPO = [
      "++value.dtensor_cfg.lora_cfg.enabled=true", "policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg.enabled=true",
      "policy.optimizer={{kwargs:{{lr:1e-3}}}}", "++policy.dtensor_cfg.lora_cfg.enabled=true"),
     ("value.dynamic_batching.enabled=true", "value.sequence_packing.enabled=false", "++policy.megatron_cfg.peft.enabled=true",
-     "++value.megatron_cfg.peft.enabled=true"),
+     "++value.megatron_cfg.peft.enabled=true", "value.megatron_cfg.scheduler.lr_warmup_iters=1"),
     ("ppo.adv_estimator.name=opd", "ppo.adv_estimator.outcome_advantage_weight=0.5",
      "on_policy_distillation={{enabled:true,teacher_model_by_agent_name:{{x:tiny-random}},default_teacher_alias:x}}"),
 ]  # fmt: skip

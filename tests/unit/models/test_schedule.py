@@ -81,3 +81,10 @@ def test_resumed_megatron_schedule_continues_with_the_same_learning_rates():
         ours.step()
     again.load_state_dict(ours.state_dict())
     assert again.lr == ours.lr
+
+
+def test_learning_rate_schedule_resumes_from_the_state_of_torch_schedulers_in_older_checkpoints():
+    """Those held the state of each scheduler. The number of steps is the last_epoch of the outermost one."""
+    ours = TorchLearningRate(1e-3, 0.01, WARMUP)
+    ours.load_state_dict({"lr": 1e-3, "scheduler": {"last_epoch": 7}, "stages": [{"last_epoch": 4}, {"last_epoch": 2}]})
+    assert ours.lr == torch_rates(WARMUP, 8)[7]

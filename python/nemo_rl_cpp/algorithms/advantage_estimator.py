@@ -106,9 +106,9 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
     """GDPO (arXiv:2601.05242): GRPO on each reward component `reward/<name>`. The weighted sum of the components'
     advantages is whitened over the samples.
 
-    `reward_weights` of the configuration has one weight per component, in the order of the sorted names. If it is None,
-    the attribute `part_weights`, {component name: weight}, which the run sets from the weights of the reward functions,
-    has the weights; a component that it lacks has weight 1."""
+    The key `reward_weights` has one weight per component, in the order of the sorted names. If it is None, the weights
+    come from the attribute `part_weights`, {component name: weight}, which the run sets from the weights of the reward
+    functions. A component without an entry there has weight 1."""
 
     part_weights: Mapping[str, float] = MappingProxyType({})
 

@@ -60,7 +60,7 @@ def _first_response_length(log: LLMMessageLogType) -> int:
 
 
 def shaping_warning(cfg: RewardShapingConfig) -> str | None:
-    """Return a warning about set keys of an overlong penalty that the stop-properly penalty disables, or None."""
+    """Return a warning if the stop-properly penalty disables an overlong penalty whose keys are set, otherwise None."""
     keys = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
     ignored = [key for key in keys if getattr(cfg, key) is not None]
     if not cfg.enabled or cfg.applies_overlong_penalty or not ignored:

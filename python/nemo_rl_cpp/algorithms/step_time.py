@@ -295,7 +295,7 @@ def step_time(
 
 
 def measured_step_time(config: TrainMasterConfig, shape: Shape) -> tuple[float, float]:
-    """Return `step_time` of the run, from measurements that take about a second."""
+    """Measure for about a second, and return the seconds of a step's generation and of the rest of the step."""
     use_threads(config.cluster)
     costs, rates, needed = {}, {}, 0.0
     for section, model in config.trained_models().items():

@@ -330,7 +330,8 @@ def _repair(data: dict[str, object], error: ErrorDetails) -> None:
 
 
 def _remove(node: object, location: Sequence[str]) -> None:
-    """Remove the value at `location` (keys and list indices) from `node` in place; for a list's element, the list."""
+    """Remove the value at `location` (keys and list indices) from `node` in place. If it is an element of a list, remove
+    the whole list."""
     if not isinstance(node, dict) or not location or location[0] not in node:
         return
     name, *rest = location

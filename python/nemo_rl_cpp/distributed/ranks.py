@@ -36,8 +36,8 @@ class GradientSums:
     """Settings of how gradients are summed over ranks. All settings give bit-identical sums.
 
     Attributes:
-        beside: whether gradients are summed layer by layer during the last backward pass (of each gradient block if
-            `sharded`, otherwise of the batch), not after it.
+        beside: whether gradients are summed over ranks while a backward pass still runs, layer by layer, instead of
+            after it: during the last pass of each gradient block if `sharded`, otherwise of the batch.
         sharded: whether each rank keeps only its shard of the sums (ZeRO-2), and gradient blocks (see `Ranks.blocks`)
             are assigned to ranks round-robin. Requires `beside`."""
 

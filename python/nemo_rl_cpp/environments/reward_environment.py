@@ -18,7 +18,7 @@ from nemo_rl_cpp.user_code import call_user
 
 
 def function_name(function: Callable[..., object]) -> str:
-    """Return the name of a function, also inside a functools.partial, or of another object's class."""
+    """Return the name of a function, of the function inside a functools.partial, or of any other callable's class."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", None) or type(function).__name__)

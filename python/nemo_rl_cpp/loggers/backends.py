@@ -240,7 +240,7 @@ class MLflowLogger(TrackerLogger):
         self._id_file.write_text(str(self.run_id))
 
     def truncate_after(self, step: int) -> None:
-        """Record the step from which the run resumes, for `log_hyperparams`."""
+        """Remember `step`, from which the run resumes, for `log_hyperparams`. Nothing is removed from the tracker here."""
         self._resumed_step = step
 
     def restart(self, step: int) -> None:

@@ -119,7 +119,7 @@ class Conversation:
             self.answer.remember(self.rollout, self.samples)
 
     async def events(self, header: Header, progress: Progress) -> AsyncIterator[bytes]:
-        """Yield the response as server-sent events while it is generated, from its first tokens, `progress`, on."""
+        """Yield the response as server-sent events while it is generated. `progress` has its first tokens."""
         answer = self.answer
         for body in answer.opening(header):
             yield event(body)

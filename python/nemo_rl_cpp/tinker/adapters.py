@@ -364,8 +364,8 @@ class PromptGroup:
 
 
 def prompt_groups(rows: Sequence[Row], factor: str | None) -> list[PromptGroup]:
-    """Return the groups of at least two consecutive rows with a common prompt, in order; none if `factor`, the loss
-    input that is 0 for targets without gradient, is None."""
+    """Return the groups of at least two consecutive rows with a common prompt, in order. `factor` names the
+    loss input that is 0 for targets without gradient; if it is None, return no groups."""
     if factor is None:
         return []
     groups: list[PromptGroup] = []

@@ -206,7 +206,8 @@ class _Run:
         self._kill()
 
     def _kill(self) -> None:
-        """Kill the first process in the sandbox, or the keeper if there is none yet; the kernel kills the program."""
+        """Kill the first process in the sandbox, or if there is none yet, the process that builds the sandbox. The kernel
+        then kills all other processes of the sandbox."""
         with suppress(ProcessLookupError):
             os.kill(self.first or self.keeper, signal.SIGKILL)
 

@@ -146,7 +146,7 @@ class MicroBatchRunner:
 
     @property
     def evens_out(self) -> bool:
-        """Return whether samples may move to another rank to balance backward passes; never with configured blocks."""
+        """Return whether samples may move to another rank to balance backward passes: never with `gradient_blocks`."""
         asked = hasattr(self.loss_fn, "zero_gradient_rows") and hasattr(self.trainer, "move_kept")
         return asked and not self.visits_all and self.blocks is None and self.ranks.size > 1
 

@@ -22,29 +22,24 @@ std::int64_t num_parts(std::int64_t n, std::int64_t each) { return (n + each - 1
 
 // ---------------------------------------------------------------- embedding
 
-void embedding_forward_on_cuda(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h) {
+void embedding_forward_on_cuda(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h,
+                               at::ScalarType dtype) {
   const runtime::CudaLaunch launch(table, "embedding_forward");
   NRL_CHECK_ARG(h.scalar_type() == at::kFloat && h.is_contiguous() && h.device() == table.device(),
                 "embedding_forward: h must be contiguous float32 on ", table.device().str());
   const auto ids = token_ids.to(table.device());
+  if (in_blocks(table)) {
+    const BlockMatrix rows(table, h.size(1));
+    return runtime::dispatch_cuda(dtype, launch.op, [&](auto tag) {
+      launch.check(kernels::embedding_blocks_launch<decltype(tag)>(rows.format(), rows.tiles(), ptr<std::int64_t>(ids),
+                                                                   mutable_ptr<float>(h), ids.numel(), h.size(1),
+                                                                   launch.stream));
+    });
+  }
   runtime::dispatch_cuda(table.scalar_type(), launch.op, [&](auto tag) {
     using T = decltype(tag);
     launch.check(kernels::embedding_forward_launch(ptr<T>(table), ptr<std::int64_t>(ids), mutable_ptr<float>(h),
                                                    ids.numel(), table.size(1), launch.stream));
-  });
-}
-
-void embedding_blocks_on_cuda(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h,
-                              at::ScalarType dtype) {
-  const runtime::CudaLaunch launch(table, "embedding_forward");
-  NRL_CHECK_ARG(h.scalar_type() == at::kFloat && h.is_contiguous() && h.device() == table.device(),
-                "embedding_forward: h must be contiguous float32 on ", table.device().str());
-  const BlockMatrix rows(table, h.size(1));
-  const auto ids = token_ids.to(table.device());
-  runtime::dispatch_cuda(dtype, launch.op, [&](auto tag) {
-    launch.check(kernels::embedding_blocks_launch<decltype(tag)>(rows.format(), rows.tiles(), ptr<std::int64_t>(ids),
-                                                                 mutable_ptr<float>(h), ids.numel(), h.size(1),
-                                                                 launch.stream));
   });
 }
 
@@ -226,7 +221,6 @@ std::vector<std::uint64_t> weight_digest_on_cuda(const at::Tensor& weights) {
 
 const bool registered = [] {
   embedding_forward_cuda.set(embedding_forward_on_cuda);
-  embedding_blocks_cuda.set(embedding_blocks_on_cuda);
   unpack_blocks_cuda.set(unpack_blocks_on_cuda);
   embedding_backward_cuda.set(embedding_backward_on_cuda);
   add_column_sums_cuda.set(add_column_sums_on_cuda);

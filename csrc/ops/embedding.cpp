@@ -10,10 +10,7 @@
 
 namespace nemo_rl::ops {
 
-runtime::CudaSlot<void(const at::Tensor&, const at::Tensor&, const at::Tensor&)> embedding_forward_cuda(
-    "embedding_forward");
-runtime::CudaSlot<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::ScalarType)> embedding_blocks_cuda(
-    "embedding_forward");
+runtime::CudaSlot<decltype(embedding_forward)> embedding_forward_cuda("embedding_forward");
 runtime::CudaSlot<void(const at::Tensor&, const at::Tensor&, const at::Tensor&)> embedding_backward_cuda(
     "embedding_backward");
 runtime::CudaSlot<void(const at::Tensor&, const at::Tensor&)> add_column_sums_cuda("add_column_sums");
@@ -39,8 +36,7 @@ void embedding_forward(const at::Tensor& table, const at::Tensor& token_ids, con
   const bool checked = token_ids.is_cuda() && token_ids.device() == table.device() &&
                        token_ids.scalar_type() == at::kLong && token_ids.is_contiguous();
   if (!checked) check_ids(token_ids, table.size(0), "embedding_forward");
-  if (table.is_cuda() && in_blocks(table)) return embedding_blocks_cuda.get(table)(table, token_ids, h, dtype);
-  if (table.is_cuda()) return embedding_forward_cuda.get(table)(table, token_ids, h);
+  if (table.is_cuda()) return embedding_forward_cuda.get(table)(table, token_ids, h, dtype);
   const std::int64_t D = h.size(1);
   const auto* ids = ptr<std::int64_t>(token_ids);
   if (in_blocks(table)) {

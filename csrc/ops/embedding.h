@@ -20,12 +20,7 @@ void embedding_backward(const at::Tensor& dh, const at::Tensor& token_ids, const
 /// out[c] += sum over the rows of x [T, C] (the gradient of a bias), in blocks of fixed size.
 void add_column_sums(const at::Tensor& x, const at::Tensor& out);
 
-extern runtime::CudaSlot<void(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h)>
-    embedding_forward_cuda;
-/// A table in blocks: h = its rows, rounded to `dtype`.
-extern runtime::CudaSlot<void(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h,
-                              at::ScalarType dtype)>
-    embedding_blocks_cuda;
+extern runtime::CudaSlot<decltype(embedding_forward)> embedding_forward_cuda;
 extern runtime::CudaSlot<void(const at::Tensor& dh, const at::Tensor& token_ids, const at::Tensor& d_table)>
     embedding_backward_cuda;
 extern runtime::CudaSlot<void(const at::Tensor& x, const at::Tensor& out)> add_column_sums_cuda;

@@ -17,6 +17,10 @@ def _all_sliding(form: Form) -> list[str]:
     return [SLIDING] * form["num_hidden_layers"]
 
 
+def _sliding_unless_listed(form: Form) -> list[str]:
+    return form.get("layer_types") or _all_sliding(form)
+
+
 def _listed(form: Form, every: int, others: str = SLIDING) -> list[str]:
     """Return the kinds of the layers: layer_types if set, otherwise every `every`-th is FULL, and the rest `others`."""
     return form.get("layer_types") or [
@@ -213,7 +217,7 @@ _BEHIND_THE_FIRST = _where_switched_on(lambda form, i: i >= form["max_window_lay
 _SIGMOID_EXPERTS = Experts("n_routed_experts", shared="n_shared_experts", sigmoid=True)
 SUPPORTED_ARCHITECTURES = {
     "llama": Architecture("Llama", _DEFAULTS["llama"], biases=("attention", "mlp")),
-    "mistral": Architecture("Mistral", _DEFAULTS["mistral"], biases=(), layer_types=_all_sliding),
+    "mistral": Architecture("Mistral", _DEFAULTS["mistral"], biases=(), layer_types=_sliding_unless_listed),
     "olmo2": Architecture("Olmo2", _DEFAULTS["olmo2"], qk_norm="whole", norms=_BEHIND),
     "olmo3": Architecture(
         "Olmo3", _DEFAULTS["olmo3"], qk_norm="whole", norms=_BEHIND, layer_types=lambda form: _listed(form, 4),
@@ -239,7 +243,7 @@ SUPPORTED_ARCHITECTURES = {
         "Gemma3Text", _DEFAULTS["gemma3_text"], qk_norm="head", norm_offset=1.0, activation="hidden_activation",
         layer_types=lambda form: _listed(form, form["sliding_window_pattern"]), lists_layers=True,
         norms=_AROUND, rope_theta=1000000.0, local_rope=("rope_local_base_freq", 10000.0), factors=_gemma_factors,
-        only={"use_bidirectional_attention": False},
+        only={"attn_logit_softcapping": None, "use_bidirectional_attention": False},
     ),
     "qwen3_moe": Architecture(
         "Qwen3Moe", _DEFAULTS["qwen3_moe"], qk_norm="head", experts=Experts(),

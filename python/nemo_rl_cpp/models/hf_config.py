@@ -119,7 +119,7 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
 
     Raises:
         ModelFolderError: an unsupported architecture or option, or an invalid value; the message contains the key."""
-    overrides = overrides or {}
+    overrides = _text_overrides(config, overrides or {})
     config = text_section(config)
     kind = overrides.get("model_type", config.get("model_type"))
     if not isinstance(kind, str) or kind not in SUPPORTED_ARCHITECTURES:
@@ -128,13 +128,13 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}; policy.backend=hf trains what transformers loads"
         )
     made = SUPPORTED_ARCHITECTURES[kind]
-    if made.local_rope is None:
-        form = _respelt(config, made)
-        if overrides:
-            form.update({key: value for key, value in overrides.items() if key not in rope.KEYS})
+    form = _respelt(config, made)
+    if overrides:
+        form.update({key: value for key, value in overrides.items() if key not in rope.KEYS})
+        if made.local_rope is None:
             form = _respelt(rope.lay_rope_over(form, overrides), made)
-    else:
-        form = _respelt({**config, **overrides}, made)
+        else:
+            form = _respelt(rope.lay_kinds_over(form, overrides, made.local_rope[0]), made)
     if made.experts is not None:
         for name in EXPERT_COUNTS:  # transformers 5 writes another key than released models have
             if name != made.experts.count and name in form:
@@ -175,6 +175,15 @@ def text_section(config: Mapping[str, Plain]) -> Mapping[str, Plain]:
     return {**section, **{key: config[key] for key in above if key in config}, **named}
 
 
+def _text_overrides(config: Mapping[str, Plain], overrides: Mapping[str, Plain]) -> Mapping[str, Plain]:
+    """Return the overrides with those of the section `text_config` at the top level: see `text_section`."""
+    section = overrides.get("text_config")
+    if section is None or str(config.get("model_type")) not in WITH_A_TEXT_SECTION:
+        return overrides
+    expect(isinstance(section, Mapping), "text_config", section, "keys of the text model")
+    return {**{key: value for key, value in overrides.items() if key != "text_config"}, **section}
+
+
 def _respelt(config: Mapping[str, Plain], made: Architecture) -> dict[str, Plain]:
     """Return the configuration `config` of the architecture `made` with its RoPE keys in canonical form."""
     positions = made.defaults["max_position_embeddings"]
@@ -205,7 +214,8 @@ def _derive(form: dict[str, Plain]) -> None:
     if not quantized or is_read:  # transformers 4 fails on a null section
         form.pop("quantization_config", None)
     # transformers 5 fails on sliding layers without a window
-    if form.get("use_sliding_window") is False and isinstance(form.get("layer_types"), list):
+    switched_off = "use_sliding_window" in made.defaults and form["use_sliding_window"] is False
+    if switched_off and isinstance(form.get("layer_types"), list):
         form["layer_types"] = [FULL if kind == SLIDING else kind for kind in form["layer_types"]]
 
 
@@ -225,6 +235,10 @@ def _check(form: Mapping[str, Plain]) -> None:
         raise ModelFolderError(
             f"num_attention_heads {form['num_attention_heads']} is not a multiple of num_key_value_heads {form['num_key_value_heads']}"
         )
+    expect(form.get("is_causal", True), "is_causal", form.get("is_causal"), "true, for causal attention,")
+    expect(
+        not form.get("per_layer_config"), "per_layer_config", form.get("per_layer_config"), "null, one size of layers,"
+    )
     made = SUPPORTED_ARCHITECTURES[form["model_type"]]
     activation = form[made.activation]
     if not isinstance(activation, str) or activation not in _ACTIVATIONS or made.one_block != (activation == "relu2"):

@@ -4,7 +4,7 @@ Format 4 (transformers 4) has `rope_theta` and `rope_scaling`. Format 5 has one 
 canonical form is format 4, which both versions read identically; `rope_scaling` is None without scaling."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError
@@ -65,9 +65,10 @@ def respell_kinds(
     The result has transformers 5's `rope_parameters` with one section per kind. The format of transformers 4 has one
     scaling section and `rope_theta`, by default `theta`, both for full attention. In this format the key `local_key`
     (if not None) sets the theta of sliding layers, by default `local_theta`. For `default_positions` see `respell`."""
-    section = config.get(section_name(config)) or {}
-    expect(isinstance(section, Mapping), section_name(config), section, "a section")
-    sections = section if set(KINDS) & section.keys() else {KINDS[0]: section}
+    sections: dict[str, Plain] = {}
+    for name in ("rope_parameters", "rope_scaling"):  # transformers updates the first with the second
+        for kind, part in _by_kind(config.get(name), name).items():
+            sections[kind] = _laid_over(sections.get(kind) or {}, part) if part else part
     thetas = _first(config.get("rope_theta"), theta), _first(local_key and config.get(local_key), local_theta)
     form = {name: value for name, value in config.items() if name not in (*_SPELLINGS, local_key)}
     form["rope_parameters"] = {}
@@ -77,6 +78,21 @@ def respell_kinds(
         scaling = part["rope_scaling"] or {"rope_type": "default"}
         form["rope_parameters"][kind] = {**scaling, "rope_theta": part["rope_theta"]}
     return form
+
+
+def _by_kind(section: Plain, name: str) -> Mapping[str, Plain]:
+    """Return a RoPE section by kinds of layers. A section without kinds concerns full attention."""
+    expect(section is None or isinstance(section, Mapping), name, section, "a section")
+    if not section:
+        return {}
+    return section if set(KINDS) & section.keys() else {KINDS[0]: section}
+
+
+def _laid_over(section: Mapping[str, Plain], part: Mapping[str, Plain]) -> dict[str, Plain]:
+    """Return a RoPE section after applying `part`, which with a type replaces all but the theta."""
+    kept = ("rope_theta",) if _has_type(part) else section
+    given = {name: value for name, value in part.items() if name != "rope_theta" or value is not None}
+    return {name: section[name] for name in kept if name in section} | given
 
 
 def of_kind(form: Mapping[str, Plain], kind: str) -> dict[str, Plain]:
@@ -110,19 +126,44 @@ def lay_rope_over(form: Mapping[str, Plain], overrides: Mapping[str, Plain]) -> 
         return changed
     key = section_name(overrides)
     section = overrides[key]
-    if not section or not isinstance(section, Mapping) or section.get("rope_type") or section.get("type"):
+    if not section or not isinstance(section, Mapping) or _has_type(section):
         changed["rope_scaling"] = section
         return changed
     keys = dict(section)
     changed["rope_theta"] = _first(keys.pop("rope_theta", None), changed["rope_theta"])
-    if keys and not isinstance(form["rope_scaling"], Mapping):
+    if keys:
+        _check_has_scaling(form["rope_scaling"], key, keys)
+        changed["rope_scaling"] = {**form["rope_scaling"], **keys}
+    return changed
+
+
+def _check_has_scaling(scaling: Plain, key: str, keys: Iterable[str]) -> None:
+    if not isinstance(scaling, Mapping):
         raise ModelFolderError(
             f"{key} gives {', '.join(keys)} without rope_type, and the model has no scaling whose keys they could change: add rope_type, "
             f"one of {', '.join(SUPPORTED)}"
         )
-    if keys:
-        changed["rope_scaling"] = {**form["rope_scaling"], **keys}
-    return changed
+
+
+def lay_kinds_over(
+    form: Mapping[str, Plain], overrides: Mapping[str, Plain], local_key: str | None
+) -> dict[str, Plain]:
+    """Return a canonical configuration with RoPE by kinds of layers after applying the RoPE keys of `overrides`, as
+    `lay_rope_over` does. A section without kinds and `rope_theta` concern full attention; for `local_key` see
+    `respell_kinds`."""
+    sections = dict(form["rope_parameters"])
+    if {"rope_scaling", "rope_parameters"} & overrides.keys():
+        name = section_name(overrides)
+        parts = _by_kind(overrides[name], name) or {KINDS[0]: None}
+        for kind in set(KINDS) & parts.keys():
+            part = parts[kind] or {"rope_type": "default"}
+            if not _has_type(part) and (keys := part.keys() - {"rope_theta"}):
+                _check_has_scaling(of_kind(form, kind)["rope_scaling"], name, sorted(keys))
+            sections[kind] = _laid_over(sections[kind], part)
+    for kind, key in zip(KINDS, ("rope_theta", local_key), strict=True):
+        if key is not None and overrides.get(key) is not None:
+            sections[kind] = {**sections[kind], "rope_theta": overrides[key]}
+    return {**form, "rope_parameters": sections}
 
 
 def section_name(config: Mapping[str, Plain]) -> str:
@@ -220,6 +261,10 @@ def _nested(section: Mapping[str, Plain]) -> list[str]:
 
 def _kind(section: Mapping[str, Plain]) -> Plain:
     return section.get("rope_type") or section.get("type") or "default"
+
+
+def _has_type(section: Mapping[str, Plain]) -> bool:
+    return bool(section.get("rope_type") or section.get("type"))
 
 
 def _check_number(name: str, value: Plain) -> None:

@@ -84,6 +84,8 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
         (QWEN | SLIDING | {"layer_types": ["full_attention"] * 4, "max_window_layers": 0}, [0, 0, 0, 0], 32768),
         (TINY_CONFIG | SLIDING, [0, 0], 512),
         (TINY_CONFIG | {"model_type": "mistral", "sliding_window": 16}, [16, 16], 512),
+        (TINY_CONFIG | {"model_type": "mistral", "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}, [0, 16], 512),
+        (QWEN | {"model_type": "olmo3", "hidden_size": 256, "use_sliding_window": False}, [4096, 4096, 4096, 0], 2048),
         (QWEN | {"model_type": "olmo3", "hidden_size": 256}, [4096, 4096, 4096, 0], 2048),
         (QWEN | {"model_type": "smollm3", "hidden_size": 256} | SLIDING, [0, 0, 0, 16], 32768),
         (QWEN | {"model_type": "gemma3_text", "sliding_window_pattern": 2}, [4096, 0, 4096, 0], 131072),
@@ -107,6 +109,33 @@ def test_each_layer_uses_the_rope_table_of_its_attention_type_or_no_rope():
     assert tables(gemma) == [1, 0, 1, 0]
     full, local = native_config(QWEN | gemma | {"head_dim": 8})["ropes"]
     assert (full[0][1], local[0][1]) == pytest.approx((9**-0.25, 4**-0.25))
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+GEMMA = QWEN | {"model_type": "gemma3_text"}
+BY_KIND = GEMMA | {
+    "rope_parameters": {"full_attention": LINEAR | {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 7.0}}
+}
+
+
+@pytest.mark.parametrize(
+    "config, overrides, full, sliding_theta",
+    [
+        (BY_KIND, {"rope_theta": 9.0}, LINEAR | {"rope_theta": 9.0}, 7.0),
+        (BY_KIND, {"rope_local_base_freq": 9.0}, LINEAR | {"rope_theta": 5.0}, 9.0),
+        (BY_KIND, {"rope_scaling": {"type": "linear", "factor": 3.0}}, {"rope_type": "linear", "factor": 3.0, "rope_theta": 5.0}, 7.0),
+        (BY_KIND, {"rope_scaling": {"factor": 3.0}}, {"rope_type": "linear", "factor": 3.0, "rope_theta": 5.0}, 7.0),
+        (BY_KIND, {"rope_scaling": None}, {"rope_type": "default", "rope_theta": 5.0}, 7.0),
+        (BY_KIND, {"rope_parameters": {"sliding_attention": {"rope_theta": 9.0}}}, LINEAR | {"rope_theta": 5.0}, 9.0),
+        (BY_KIND | {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, None, {"rope_type": "linear", "factor": 3.0, "rope_theta": 5.0}, 7.0),
+        ({"model_type": "gemma3", "text_config": BY_KIND}, {"text_config": {"rope_theta": 9.0}}, LINEAR | {"rope_theta": 9.0}, 7.0),
+    ],
+)  # fmt: skip
+def test_overrides_change_the_rope_of_one_kind_of_layers_and_keep_the_rest(config, overrides, full, sliding_theta):
+    sections = canonical_config(config, overrides)["rope_parameters"]
+    assert sections == {
+        "full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": sliding_theta},
+    }  # fmt: skip
 
 
 def test_model_config_determines_the_moe_layers_and_the_shapes_of_their_tensors():
@@ -136,6 +165,7 @@ def test_maximum_sequence_length_selects_the_short_or_long_longrope_table():
     "config, sentence",
     [
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is True, which is not supported"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, which is not supported: null was expected"),
         ({"model_type": "gemma2", "final_logit_softcapping": -1}, "final_logit_softcapping is -1, but a number above 0 was expected"),
         ({"model_type": "olmo3", "layer_types": ["chunked_attention"] * 4}, "layer_types has .'chunked_attention'., which is not supported"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers is .1., but a list of num_hidden_layers 4 entries"),
@@ -156,6 +186,8 @@ def test_maximum_sequence_length_selects_the_short_or_long_longrope_table():
         ({"model_type": "deepseek_v3", "num_key_value_heads": 32, "q_lora_rank": 0}, "q_lora_rank is 0, but a whole number above 0 or null"),
         ({"model_type": "glm4_moe_lite", "num_key_value_heads": 32, "qk_nope_head_dim": 256}, "qk_nope_head_dim . qk_rope_head_dim 320 is not supported"),
         ({"model_type": "glm4_moe_lite", "num_key_value_heads": 32, "mlp_layer_types": ["dense"]}, "mlp_layer_types is .'dense'., but a list of num_hidden_layers 4"),
+        ({"is_causal": False}, "is_causal is False, but true, for causal attention, was expected"),
+        ({"per_layer_config": {"1": {"num_attention_heads": 2}}}, "per_layer_config is .*, but null, one size of layers, was expected"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported: only 1 is"),
         ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling.short_factor is .1.0., but a list of 4 numbers"),
     ],

@@ -45,6 +45,17 @@ def test_response_dataset_uses_the_messages_column_if_a_row_has_one(tmp_path):
     assert row["messages"] == messages and row["source"] == "s" and row["task_name"] == f"{tmp_path.name}-m"
 
 
+@pytest.mark.parametrize("question", [{"messages": [{"role": "user", "content": "q"}]}, {"prompt": "q"}])
+def test_rows_keep_tools_stop_strings_and_data_for_the_environment(tmp_path, question):
+    """Otherwise the prompt would lack the tools, and the environment its data."""
+    [name] = question
+    read = {"tools": [{"type": "function"}], "stop_strings": ["."], "extra_env_info": {"code_prefix": "def f"}}
+    path = write(tmp_path / "m.jsonl", [question | read | {"answer": "a"}])
+    keys = {"input_key": name} if name == "prompt" else {}
+    row = ResponseDataset(path, output_key="answer", **keys).dataset[0]
+    assert {key: row.get(key) for key in read} == read
+
+
 def test_validation_rows_split_from_training_rows_are_disjoint_and_seeded(tmp_path):
     path = write(tmp_path / "d.jsonl", ROWS)
 

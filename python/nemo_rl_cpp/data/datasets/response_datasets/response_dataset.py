@@ -20,6 +20,8 @@ from nemo_rl_cpp.data.interfaces import Row
 _INPUT, _OUTPUT = "input", "output"
 _PROMPT_COLUMNS = ("system", "system_prompt", "instruction", "context", "passage", "choices", "options")
 """Names of columns that often contain a part of the prompt."""
+_OF_PROCESSORS = {"tools", "stop_strings", "extra_env_info"}
+"""Columns that processors read, whatever the columns of question and answer are called."""
 
 
 def task_name_of(data_path: str) -> str:
@@ -54,7 +56,7 @@ class ResponseDataset(RawDataset):
         self._answers_inside = ready is not None and output_key == _OUTPUT
         if ready is None:
             self._check_columns(columns)
-        kept = set(columns) - {"conversations"} if ready else set()
+        kept = set(columns) - {"conversations"} if ready else _OF_PROCESSORS
         read = {self.input_key.partition(".")[0], self.output_key.partition(".")[0]}
         self.unread_columns = [name for name in columns if name in _PROMPT_COLUMNS and name not in read]
         removed = [name for name in columns if name not in kept]

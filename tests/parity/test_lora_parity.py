@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import build, compute_in_float64
+from models import build, compute_in_float64, configurations
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.lora import LoraConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
@@ -276,6 +276,28 @@ def test_saved_lora_adapter_has_the_same_tensor_names_and_config_fields_as_in_pe
     assert torch.equal(tensors[f"{prefix}{module}.lora_A.weight"], a)
     assert torch.equal(tensors[f"{prefix}{module}.lora_B.weight"], b)
     assert len(tensors) == 2 * len(factors(model, model.masters)) == 2 * 10
+
+
+def test_lora_adapter_of_gemma_3_with_images_loads_in_peft_onto_the_whole_model(tmp_path):
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    tower = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)  # fmt: skip
+    text = configurations()["gemma3"].to_dict()
+    config = transformers.Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4)
+    hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    hf.save_pretrained(tmp_path / "base")
+    lora = lora_of(tmp_path / "base")
+    model = adapted(tmp_path / "base", lora, torch.float32)
+    lora.save(tmp_path / "out", model.trained_layout, model.masters)
+    loaded = peft.PeftModel.from_pretrained(hf, tmp_path / "out" / "adapter").eval()
+    ids = torch.arange(3, 40)
+    ours = C.Trainer(model).logits(ids)
+    assert (ours - loaded(input_ids=ids[None]).logits[0]).abs().max() < 1e-4
+    again = adapted(tmp_path / "base", lora, torch.float32, spread=0.0)
+    assert (C.Trainer(again).logits(ids) - ours).abs().max() > 1e-2
+    lora.load(tmp_path / "out", again)
+    assert torch.equal(C.Trainer(again).logits(ids), ours)
 
 
 def test_merged_lora_weights_load_unchanged_in_transformers(tmp_path):

@@ -21,6 +21,7 @@ from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, findable_name, published_name
+from nemo_rl_cpp.models.hf_config import read_config_file
 from nemo_rl_cpp.models.model_folder import ModelFolder
 from nemo_rl_cpp.models.model_sizes import ModelSizes
 from nemo_rl_cpp.models.nemotron_h import module_name, our_name
@@ -36,6 +37,7 @@ from nemo_rl_cpp.models.weight_files import (
     WEIGHTS_FILE,
     adapted_modules_of,
     alternates_in_peft,
+    name_in_text_model,
 )
 from nemo_rl_cpp.models.weights import Slices, lora_b_for_peft, lora_b_from_peft, named_views, own_part
 
@@ -62,6 +64,11 @@ def _joined(modules: Sequence[str], shapes: Mapping[str, Sequence[int]]) -> dict
         if parts:
             found[module] = tuple((part, shapes[our_name(f"{part}.weight")][0]) for part in parts)
     return found
+
+
+def _among_images(module: str) -> str:
+    """Return the name that Gemma 3 with images has for a module of its text model."""
+    return module.replace("model.", "model.language_model.", 1)
 
 
 @dataclass
@@ -158,6 +165,8 @@ class Lora:
                 tensors[key] = (tensor.clone() if self.joined else tensor).cpu()  # modules share a joined adapter's A
         if is_fused(self.folder.config):
             tensors = joined_adapters(tensors, self.folder.config, self.settings.dim)
+        if self._is_text_of_images:
+            tensors = {PREFIX + _among_images(name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / CONFIG_FILE).write_text(json.dumps(self.peft_config(), indent=2, sort_keys=True) + "\n")
         base = {"digest": self.base_digest}
@@ -175,6 +184,12 @@ class Lora:
         for part, rows in self.joined.get(module, ()):
             yield f"{PREFIX}{part}.lora_{matrix}", tensor.narrow(1, begin, rows) if name.endswith(LORA_B) else tensor
             begin += rows
+
+    @property
+    def _is_text_of_images(self) -> bool:
+        """Whether transformers loads the base with its vision tower, as AutoModelForCausalLM does only with Gemma 3."""
+        path = self.folder.path
+        return path is not None and read_config_file(path).get("model_type") == "gemma3"
 
     @property
     def _peft_modules(self) -> list[str]:
@@ -221,6 +236,8 @@ class Lora:
         are_short = others.isdisjoint(map(short, self.modules))
         found: dict[str, list[str]] = {"target_modules": []}
         modules = self._peft_modules
+        if self._is_text_of_images:  # the vision tower has modules with the same short names
+            return {"target_modules": list(map(_among_images, modules))}
         for module in dict.fromkeys(map(fused_module, modules)) if is_fused(self.folder.config) else modules:
             name = short(module) if are_short else module
             if is_parameter(module):
@@ -253,7 +270,7 @@ class Lora:
             )
         specs = model.trained_layout.specs
         views = named_views(specs, model.masters)
-        saved = load_file(folder / WEIGHTS_FILE)
+        saved = {PREFIX + name_in_text_model(name): t for name, t in load_file(folder / WEIGHTS_FILE).items()}
         if is_fused(self.folder.config):
             saved = split_adapters(saved, self.folder.config, json.loads((folder / CONFIG_FILE).read_text())["r"])
         self._check_saved(folder, list(saved))

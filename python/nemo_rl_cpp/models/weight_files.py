@@ -470,10 +470,16 @@ _INNER = ".base_layer"
 """PEFT's name for the gate_up_proj of a layer's experts; their down_proj has the name of the module."""
 
 
+def name_in_text_model(name: str) -> str:
+    """Return the name that the text model alone has for an adapter's tensor, which may be named as in Gemma 3 with
+    images."""
+    return name.removeprefix(PREFIX).replace("model.language_model.", "model.", 1)
+
+
 def adapted_modules_of(names: Iterable[str]) -> list[str]:
     """Return the modules that an adapter changes, given the `names` of its tensors, in the order of `names`. Fused
     projections count as the native core's matrices."""
-    found = (name.removeprefix(PREFIX).removesuffix(LORA_A) for name in names if name.endswith(LORA_A))
+    found = (name_in_text_model(name).removesuffix(LORA_A) for name in names if name.endswith(LORA_A))
     return list(dict.fromkeys(part for name in found for part in module_parts(name.removesuffix(_INNER))))
 
 
@@ -518,7 +524,7 @@ class SavedAdapter:
         for name, tensor in self._split(found) if is_fused(self.config) else found:
             is_mixed = alternates_in_peft(name, self.config["model_type"] == "gpt_oss")
             yield (
-                our_name(name.removeprefix(PREFIX)),
+                our_name(name_in_text_model(name)),
                 tensor._replace(data=_even_then_odd(tensor)) if is_mixed else tensor,
             )
 

@@ -27,7 +27,7 @@ class MathEnvConfig(VerifierPoolConfig):
     """Type of the answers: a mathematical expression, or the letter of a multiple-choice question (in English or in
     several languages)."""
     stop_strings: StopStrings | None = None
-    """Stop strings of a response in the next turn. null: those of the generation section."""
+    """Stop strings of a response in the next turn, in addition to those of the generation section. null: no others."""
 
 
 class MultiRewardEnvConfig(Section):
@@ -79,7 +79,7 @@ class GuessNumberEnvConfig(Section):
     higher: str = key(" higher\n", "Reply of the environment to a guess that is too low.")
     lower: str = key(" lower\n", "Reply of the environment to a guess that is too high.")
     stop_strings: StopStrings | None = None
-    """Stop strings of the next guess. null: those of the generation section."""
+    """Stop strings of the next guess, in addition to those of the generation section. null: no others."""
 
 
 class RolloutsConfig(Section):

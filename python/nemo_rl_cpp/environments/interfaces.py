@@ -31,7 +31,8 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
         metadata: [B] the state of each conversation, passed to the next step. If it is a mapping with `mask_sample:
             True`, the conversation is not trained on, for instance because its verifier failed; the value of the last
             step counts.
-        next_stop_strings: [B] stop strings of the next turn; None for those of the generation configuration.
+        next_stop_strings: [B] stop strings of the next turn, in addition to the generation configuration's; None for
+            no others.
         rewards: [B] reward of this turn, or a dictionary of components [B]. The total reward of a rollout is the sum
             over its turns and components. With `WeightedParts` the components have weights.
         terminateds: [B] whether the conversation has ended.

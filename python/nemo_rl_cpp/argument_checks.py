@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _WORDS = re.compile(r"[^\W_]+")
@@ -90,6 +90,17 @@ def number(name: str, value: object, low: float, high: float, zero_is: str = "")
         zero = f", or 0 {zero_is}" if zero_is else ""
         raise ValueError(f"{name} = {in_a_line(value)}: expected a number from {low:g} to {high:g}{zero}")
     return float(found)
+
+
+def token_ids(name: str, value: object) -> list[int]:
+    """Return token ids, from a sequence, array or tensor of whole numbers, as a list of ints. `name` says whose they
+    are."""
+    ids = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+        raise ValueError(f"{name} is {in_a_line(value)}: expected a list of token ids, as tokenizer(text)['input_ids']")
+    if all(type(token) is int for token in ids):
+        return list(ids)
+    return [whole_number(f"token {i} of {name}", token, 0) for i, token in enumerate(ids)]
 
 
 def stop_texts(value: object) -> list[str]:

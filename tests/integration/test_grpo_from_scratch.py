@@ -4,6 +4,7 @@ import runpy
 from pathlib import Path
 
 import nemo_rl_cpp
+import numpy as np
 import pytest
 import torch
 
@@ -68,7 +69,7 @@ def test_trainer_and_engine_accept_and_reject_the_same_sampling_settings():
 @pytest.mark.parametrize(("settings", "said"), [
     ({"learning_rate": float("nan")}, "lr must be a finite number"), ({"learning_rate": -1.0}, "lr must be at least 0, not -1.0"),
     ({"betas": (1.0, 0.9)}, "betas.0 must be less than 1, not 1.0"), ({"eps": -1e-8}, "eps must be at least 0"),
-    ({"max_grad_norm": -1}, "max_grad_norm = -1: expected a number from 0"),
+    ({"betas": 0.9}, "betas must be a list"), ({"max_grad_norm": -1}, "max_grad_norm = -1: expected a number from 0"),
 ])  # fmt: skip
 def test_optimizer_step_with_invalid_settings_raises_and_leaves_the_weights_unchanged(settings, said):
     model = nemo_rl_cpp.Model("tiny-random")
@@ -96,6 +97,7 @@ def test_gradients_accumulate_over_backward_passes_until_the_optimizer_step():
     (lambda logprobs: logprobs, "expected a scalar"),
     (lambda logprobs: torch.tensor(1.0), "expected a scalar"),
     (lambda logprobs: 1.0, "loss_fn gave 1.0"),
+    (lambda logprobs: torch.ones((), requires_grad=True), "computed from its log-probabilities"),
 ])  # fmt: skip
 def test_non_finite_or_non_scalar_loss_raises_and_leaves_the_gradient_unchanged(loss_fn, message):
     model = nemo_rl_cpp.Model("tiny-random")
@@ -110,12 +112,38 @@ def test_engine_sample_raises_for_zero_prompts_or_zero_responses():
     engine = nemo_rl_cpp.Engine(nemo_rl_cpp.Model("tiny-random"), max_new_tokens=4)
     with pytest.raises(ValueError, match="0 prompts"):
         engine.sample([])
-    with pytest.raises(ValueError, match="n=0"):
-        engine.sample([[4]], n=0)
+    for n in (0, 1.5, True):
+        with pytest.raises(ValueError, match=f"n = {n}: expected a whole number"):
+            engine.sample([[4]], n)
 
 
-@pytest.mark.parametrize("prompts", [["47="], "47=", [4, 5]])
-def test_engine_sample_raises_for_prompts_that_are_not_lists_of_token_ids(prompts):
-    engine = nemo_rl_cpp.Engine(nemo_rl_cpp.Model("tiny-random"), max_new_tokens=4)
-    with pytest.raises(ValueError, match="a prompt is .*: expected a list of token ids, as model.tokenizer"):
+@pytest.mark.parametrize(("prompts", "message"), [
+    (["47="], "prompt 0 is '47=': expected a list of token ids"), ("47=", "prompt 0 is '4': expected a list"),
+    ([4, 5], "prompt 0 is 4: expected a list"), (4, "prompts is 4: expected a list of lists"),
+    ([[4], [5.0, 1.5]], "token 1 of prompt 1 = 1.5: expected a whole number"), ([torch.tensor([0.5])], "token 0 of prompt 0 = 0.5"),
+    ([[True]], "token 0 of prompt 0 = True"), ([[[4, 5]]], r"token 0 of prompt 0 = \[4, 5\]"),
+    ([[4]] * 2 + [[4] * 16], "a prompt has 16 tokens, but sequences at most 16"),
+])  # fmt: skip
+def test_engine_sample_raises_for_prompts_that_are_not_short_lists_of_token_ids(prompts, message):
+    engine = nemo_rl_cpp.Engine(nemo_rl_cpp.Model("tiny-random"), max_new_tokens=4, max_model_len=16)
+    with pytest.raises(ValueError, match=message):
         engine.sample(prompts)
+
+
+def test_engine_samples_equally_for_token_ids_in_lists_arrays_and_tensors():
+    model = nemo_rl_cpp.Model("tiny-random")
+    kinds = [
+        [[4, 5], [6, 7]],
+        np.array([[4, 5], [6, 7]], np.uint8),
+        torch.tensor([[4, 6], [5, 7]]).t(),
+        [[4.0, 5.0], range(6, 8)],
+    ]
+    sampled = [nemo_rl_cpp.Engine(model, max_new_tokens=4).sample(prompts)["input_ids"].tolist() for prompts in kinds]
+    assert sampled == sampled[:1] * len(kinds) and [row[:2] for row in sampled[0]] == [[4, 5], [6, 7]]
+
+
+def test_engine_setting_max_model_len_limits_the_length_of_prompt_and_response():
+    engine = nemo_rl_cpp.Engine(
+        nemo_rl_cpp.Model("tiny-random"), max_new_tokens=40, max_model_len=16, stop_token_ids=[]
+    )
+    assert engine.sample([[4, 5, 6]], n=4).lengths.tolist() == [16] * 4

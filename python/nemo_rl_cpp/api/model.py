@@ -52,9 +52,9 @@ class TextWriter:
         one text per prompt, or with `n` > 1 a list of `n` texts per prompt.
 
         `options` are max_new_tokens, temperature, top_p, top_k and stop_strings. An option that is None has the value
-        used in training. For a model from `load` this is 256 tokens, temperature 0, and no top-p, top-k or stop
-        strings. Decoding is greedy unless `greedy` is False or a sampling option is given. The same seed gives the same
-        texts. Raise ValueError for invalid arguments, and for a prompt that leaves no room for a response."""
+        used in training. For a model from `load` this is 256 tokens, temperature 1, and no top-p, top-k or stop
+        strings. Decoding is greedy unless `greedy` is False, or `n` > 1 or a sampling option is given. The same seed
+        gives the same texts. Raise ValueError for invalid arguments, and for a prompt that leaves no room for a response."""
         greedy = _is_greedy(greedy, n, options)
         n = whole_number("n", n, 1, 4096)
         if n > 1 and greedy:
@@ -68,6 +68,8 @@ class TextWriter:
         for name, value in options.items():
             if value is not None:  # validated like a configuration key
                 setattr(settings, name, stop_texts(value) if name == "stop_strings" else value)
+        if not greedy and settings.temperature == 0:  # `load` sets 0, of an evaluation
+            settings.temperature = 1.0
         if seed is not None:
             engine.seed = whole_number("seed", seed, 0, 2**32 - 1)
         engine.config = settings

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.argument_checks import LARGEST, number
+from nemo_rl_cpp.argument_checks import LARGEST, in_a_line, is_iterable, model_name, number, token_ids, whole_number
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.config.optimizer import OptimizerKwargs
@@ -43,7 +43,8 @@ class Model:
     def __init__(self, name: str, *, seed: int = 0, precision: str = "float32", **overrides: object) -> None:
         if precision not in DTYPES:
             raise ValueError(f"precision is one of {', '.join(DTYPES)}, not {precision!r}")
-        self.folder = open_model_folder(name, overrides, seed=seed, key="name")
+        seed = whole_number("seed", seed, -(2**62), 2**62)
+        self.folder = open_model_folder(model_name(name), overrides, seed=seed, key="name")
         self.folder.check_weights()
         path = self.folder.path
         self.tokenizer = tiny_tokenizer() if path is None else Tokenizer.from_pretrained(path, section="")
@@ -66,10 +67,11 @@ class Engine:
 
     def __init__(self, model: Model, *, seed: int = 0, **settings: object) -> None:
         ends = end_token_ids(model.folder.path, model.folder.config, model.tokenizer)
-        longest = model.folder.config["max_position_embeddings"]
-        runner = native_runner(model.native, settings)
+        config = as_model(settings, GenerationConfig, "policy.generation")
+        longest = config.effective_max_model_len(model.folder.config["max_position_embeddings"])
+        runner, seed = native_runner(model.native, config), whole_number("seed", seed, -(2**63))
         self._native = NativeGeneration(
-            runner, settings, model.tokenizer, end_token_ids=ends, seed=seed, max_model_len=longest
+            runner, config, model.tokenizer, end_token_ids=ends, seed=seed, max_model_len=longest
         )
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int = 1, *, greedy: bool = False) -> RaggedBatch:
@@ -78,15 +80,18 @@ class Engine:
         Return a batch of B = len(prompts) * n sequences with T tokens in total; responses to the same prompt are
         adjacent. `batch.tokens` holds [T] tensors: `input_ids` (prompts with responses), `token_mask` (1 for sampled
         tokens) and `generation_logprobs` (0 for all other tokens). `batch.samples["group_id"]`, int64 [B], is the index
-        of the prompt."""
-        if not len(prompts) or n < 1:
-            raise ValueError(f"{len(prompts)} prompts with n={n} answers each: expected at least one of both")
-        if text := next((prompt for prompt in prompts if isinstance(prompt, (str, int))), None):
-            raise ValueError(
-                f"a prompt is {text!r}: expected a list of token ids, as model.tokenizer(text)['input_ids']"
-            )
-        group = torch.arange(len(prompts)).repeat_interleave(n)
-        asked = [torch.tensor(prompts[i], dtype=torch.int64) for i in group.tolist()]
+        of the prompt. Raise ValueError for a prompt that is not a list of token ids, or leaves no room for a response."""
+        n = whole_number("n", n, 1)
+        if not is_iterable(prompts):
+            raise ValueError(f"prompts is {in_a_line(prompts)}: expected a list of lists of token ids")
+        rows = [token_ids(f"prompt {i}", prompt) for i, prompt in enumerate(prompts)]
+        if not rows:
+            raise ValueError("0 prompts: expected at least one")
+        longest, limit = max(map(len, rows)), self._native.max_model_len
+        if longest >= limit:
+            raise ValueError(f"a prompt has {longest} tokens, but sequences at most {limit}: no room for a response")
+        group = torch.arange(len(rows)).repeat_interleave(n)
+        asked = [torch.tensor(rows[i], dtype=torch.int64) for i in group.tolist()]
         lengths = torch.tensor([len(ids) for ids in asked])
         answers = self._native.generate(RaggedBatch(offsets_of(lengths), {"input_ids": torch.cat(asked)}, {}), greedy)
 
@@ -134,13 +139,16 @@ class Trainer:
             )  # fmt: skip
             logprobs, _ = without_removed_tokens(logprobs)
         loss = loss_fn(logprobs.requires_grad_())
-        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+        gradient = None
+        if isinstance(loss, Tensor) and not loss.dim() and loss.requires_grad:
+            (gradient,) = torch.autograd.grad(loss, logprobs, allow_unused=True)
+        if gradient is None:
             given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise ValueError(f"loss_fn gave {given}, expected a scalar tensor computed from its log-probabilities")
         if not torch.isfinite(loss):
             raise ValueError(f"the loss is {loss.item()}, expected a finite number: nothing was added to the gradient")
         if rows:
-            self._native.backward(torch.autograd.grad(loss, logprobs)[0].contiguous())
+            self._native.backward(gradient.contiguous())
         return loss.item(), logprobs.detach()
 
     def step(
@@ -151,7 +159,12 @@ class Trainer:
 
         Return the gradient's norm before it was clipped to `max_grad_norm` (0: no limit). If the norm is not finite,
         the weights are unchanged. Raise ValueError for settings that the configuration's optimizer rejects."""
-        given = {"lr": learning_rate, "betas": list(betas), "eps": eps, "weight_decay": weight_decay}
+        given = {
+            "lr": learning_rate,
+            "betas": list(betas) if is_iterable(betas) else betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
         rule = as_model(given, OptimizerKwargs, "policy.optimizer.kwargs")
         limit = number("max_grad_norm", max_grad_norm, 0, LARGEST)
         done = self._native.step(rule.lr, *rule.betas, rule.eps, rule.weight_decay, limit)

@@ -55,6 +55,13 @@ def test_generation_options_have_equal_effects_on_training_results_and_loaded_mo
     ) == model.generate("12=", max_new_tokens=2)
 
 
+@pytest.mark.parametrize("options", [{"n": 6}, {"greedy": False}, {"top_k": 3}, {"top_p": 0.9}])
+def test_loaded_model_samples_at_temperature_1_if_asked_to_sample_without_a_temperature(model, options):
+    sampled = model.generate(EIGHT, max_new_tokens=3, **options)
+    assert sampled == model.generate(EIGHT, max_new_tokens=3, **{"temperature": 1.0} | options)
+    assert sampled != [[text] * 6 if "n" in options else text for text in model.generate(EIGHT, max_new_tokens=3)]
+
+
 @pytest.mark.parametrize(("options", "words"), [
     ({"n": 2}, "n=2"),
     ({"n": 2, "greedy": True}, "n=2 greedy answers would be equal: give a temperature above 0"),

@@ -294,7 +294,7 @@ class AdaptedModel:
         return list(scored[wanted].split([group.length for group in groups]))
 
     def step(
-        self, state: TrainingState, learning_rate: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float
+        self, state: TrainingState, learning_rate: float, betas: Sequence[float], eps: float, weight_decay: float, max_grad_norm: float
     ) -> float:  # fmt: skip
         """Update the adapters with AdamW, and reset the gradient to zero. Return the gradient's norm before clipping.
 
@@ -329,12 +329,12 @@ class AdaptedModel:
         self.show(adapter)
         return score_sequence(self.trainer, prompt, torch.full((len(prompt),), torch.nan))
 
-    def likeliest_of_prompt(self, adapter: Tensor, prompt: list[int], k: int) -> tuple[Tensor, Tensor]:
-        """Return (tokens, log-probabilities), both [P - 1, k]: the most likely ones at each position but the first."""
+    def likeliest_of_prompt(self, adapter: Tensor, prompt: list[int], k: int) -> list[list[tuple[int, float]]]:
+        """Return the `k` most likely tokens with their log-probabilities at each position of a prompt but the first."""
         self.show(adapter)
         logits = self.trainer.logits(torch.tensor(prompt))[:-1].float()
         values, tokens = logits.log_softmax(-1).topk(min(k, logits.shape[-1]))
-        return tokens, values
+        return [list(zip(*row)) for row in zip(tokens.tolist(), values.tolist())]
 
     def engine(self) -> C.ResidentEngine:
         """Return an idle engine for one sampler. Each has its own KV cache, because samplers take turns even in the

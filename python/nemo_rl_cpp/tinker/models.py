@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.argument_checks import LARGEST, SMALLEST, described, number, token_ids, whole_number
 from nemo_rl_cpp.models.weight_files import ADAPTER
 from nemo_rl_cpp.serving.engine import STOP_STRING, STOP_TOKEN, Sample
 from nemo_rl_cpp.tinker.adapters import AdaptedModel, Base, Row, Shape, TrainingState
@@ -40,6 +41,7 @@ _OPTIMIZER, _STEPS = "optimizer.safetensors", "optimizer.json"
 _SEEDS, _LONGEST_LIFE = 1 << 62, 1 << 32
 TARGETS = "target_tokens"
 _WIDEST = 4096  # targets per token
+_LARGEST_BETA = 0.999999
 
 
 @dataclass(eq=False)
@@ -104,7 +106,12 @@ class Models:
         found = model.adapted.forward(state, rows, lambda logprobs, _: logprobs.new_zeros(()), {}, backward=False)[1]
         leaves = [logprobs.reshape(row.shape).clone().requires_grad_() for row, logprobs in zip(rows, found)]
         with torch.enable_grad():
-            loss, metrics = loss_fn(data, leaves)
+            found = loss_fn(data, leaves)
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            raise UserError(f"the loss function gave {described(found)}, expected a loss and a dict of metrics")
+        loss, metrics = found
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+            raise UserError("the loss is no scalar tensor that is computed from the log-probabilities")
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         weighted = [
             Row(row.tokens, row.targets, row.shape, {"weights": -gradient.float().view(row.targets.shape)})
@@ -117,10 +124,11 @@ class Models:
 
     def step(self, model: Model, params: AdamParams) -> dict[str, float]:
         """Take an AdamW step, and return its metrics."""
-        norm = model.adapted.step(
-            model.trained, params.learning_rate, (params.beta1, params.beta2), params.eps, params.weight_decay,
-            max(params.grad_clip_norm, 0.0),
-        )  # fmt: skip
+        rate, decay = (number(name, getattr(params, name), 0, LARGEST) for name in ("learning_rate", "weight_decay"))
+        betas = [number(name, getattr(params, name), 0, _LARGEST_BETA) for name in ("beta1", "beta2")]
+        # with an eps of 0, a matrix without gradient, such as A before the first step, would become 0 / 0
+        eps, limit = number("eps", params.eps, SMALLEST, LARGEST), max(params.grad_clip_norm, 0.0)
+        norm = model.adapted.step(model.trained, rate, betas, eps, decay, limit)
         return {"unclipped_grad_l2:mean": norm}
 
     # ---- checkpoints
@@ -209,25 +217,26 @@ class Models:
         """Submit a request for samples. `future` later receives its SampleResponse; the text `draws` seeds the sampling
         if the request has no seed."""
         prompt, params = request.prompt, request.params
+        temperature = number("temperature", params.temperature, SMALLEST, LARGEST, zero_is="for greedy decoding")
+        limit = None if params.max_tokens is None else whole_number("max_tokens", params.max_tokens, 1)
+        seed = None if params.seed is None else whole_number("seed", params.seed, -(2**63))
+        top_k = whole_number("top_k", params.top_k, -1)
         self.base.check_tokens(prompt, "the prompt", room=1)
         room, V = self.base.max_length - len(prompt), self.base.vocab_size
         stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
-        stop_tokens = [stop for stop in stops if isinstance(stop, int)]
+        stop_tokens = token_ids("stop", [stop for stop in stops if not isinstance(stop, str)])
         if stop_tokens:
             self.base.check_vocabulary(min(stop_tokens), max(stop_tokens), "stop")
-        top_k = params.top_k if 0 < params.top_k < V else 0
-        rule = C.SamplingRule(
-            temperature=params.temperature or 1.0, top_p=params.top_p, top_k=top_k, greedy=params.temperature == 0
-        )
+        top_k = top_k if 0 < top_k < V else 0
+        rule = C.SamplingRule(temperature=temperature or 1.0, top_p=params.top_p, top_k=top_k, greedy=temperature == 0)
         adapted = sampler.adapted
         response = SampleResponse([])
         if request.prompt_logprobs:
             response.prompt_logprobs = self.prompt_logprobs(sampler, prompt, request.prompt_logprobs_last_n)
         if request.topk_prompt_logprobs > 0:
             found = adapted.likeliest_of_prompt(sampler.adapter, prompt, request.topk_prompt_logprobs)
-            rows = zip(*(part.tolist() for part in found))
-            response.topk_prompt_logprobs = [None, *(list(zip(tokens, logprobs)) for tokens, logprobs in rows)]
-        is_plain = params.temperature == 1 and params.top_p == 1 and not top_k
+            response.topk_prompt_logprobs = [None, *found]
+        is_plain = temperature == 1 and params.top_p == 1 and not top_k
 
         def finish(samples: list[Sample]) -> SampleResponse:
             for sample in samples:
@@ -237,19 +246,22 @@ class Models:
                     logprobs = scored[len(prompt) :].tolist()
                 reason = "stop" if sample.reason in (STOP_TOKEN, STOP_STRING) else "length"
                 likeliest = sample.likeliest if request.topk_sample_logprobs else []
+                if likeliest and not is_plain:
+                    whole = prompt + sample.token_ids
+                    found = adapted.likeliest_of_prompt(sampler.adapter, whole, request.topk_sample_logprobs)
+                    likeliest = found[len(prompt) - 1 :]
                 response.sequences.append(SampledSequence(sample.token_ids, logprobs, reason, likeliest))
             return response
 
         ends = [] if params.stop == [] else self.base.end_token_ids
-        number = params.seed
-        if number is None:
-            number = int.from_bytes(hashlib.sha256(draws.encode()).digest()[:8], "little")
+        if seed is None:
+            seed = int.from_bytes(hashlib.sha256(draws.encode()).digest()[:8], "little")
         sampler.submit(
             Answers(future, finish, [Sample() for _ in range(request.num_samples)]), prompt, rule=rule,
-            max_new_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            max_new_tokens=room if limit is None else min(limit, room),
             stop_token_ids=[*ends, *stop_tokens], stop_strings=[stop.encode() for stop in stops if isinstance(stop, str)],
-            num_likeliest=min(request.topk_sample_logprobs, V), seed=number & 0xFFFFFFFF, stream=2,
-            draw_id=(number >> 32) & 0xFFFFFFFF, first_sample=0,
+            num_likeliest=min(request.topk_sample_logprobs, V), seed=seed & 0xFFFFFFFF, stream=2,
+            draw_id=(seed >> 32) & 0xFFFFFFFF, first_sample=0,
         )  # fmt: skip
         self.worker.join_in(sampler)
 
@@ -260,8 +272,8 @@ def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Seq
     if not data:
         raise UserError("the request has no datum")
     rows = []
-    for number, datum in enumerate(data):
-        here, given = f"datum {number}", datum.loss_fn_inputs
+    for index, datum in enumerate(data):
+        here, given = f"datum {index}", datum.loss_fn_inputs
         tokens = tokens_of(datum.model_input, here)
         base.check_tokens(tokens, here, room=1)
         for name in (TARGETS, *needed):
@@ -272,7 +284,7 @@ def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Seq
                 raise UserError(f"{here} has {name} in loss_fn_inputs, which this loss does not read")
         tensors = {name: _tensor(value, f"{here}: {name}", len(tokens)) for name, value in given.items()}
         targets = tensors.pop(TARGETS)
-        if targets.is_floating_point():
+        if targets.is_floating_point() or targets.dtype == torch.bool:
             raise UserError(f"target_tokens of {here} are {targets.dtype}, expected whole numbers")
         base.check_vocabulary(int(targets.min()), int(targets.max()), f"target_tokens of {here}")
         for name, tensor in tensors.items():

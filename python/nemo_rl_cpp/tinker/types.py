@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nemo_rl_cpp.argument_checks import LARGEST, number, token_ids, whole_number
+
 
 class UserError(ValueError):
     """Raised for an invalid request, which the client must change. Any other exception is the server's fault."""
@@ -81,8 +83,7 @@ class SampleRequest:
     topk_sample_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_samples <= _MOST_SAMPLES:
-            raise UserError(f"num_samples is {self.num_samples}, expected 1 to {_MOST_SAMPLES}")
+        whole_number("num_samples", self.num_samples, 1, _MOST_SAMPLES)
 
 
 @dataclass
@@ -122,9 +123,10 @@ class SampleResponse:
 
 
 def tokens_of(given: Tokens, what: str) -> list[int]:
-    """Return a prompt or an input, called `what`, as a list of tokens. Raise UserError for images and audio."""
+    """Return a prompt or an input, called `what`, as a list of tokens. Raise ValueError if it is none, such as a text,
+    an image or audio."""
     if not hasattr(given, "to_ints"):
-        return [int(token) for token in given]
+        return token_ids(what, given)
     try:
         return given.to_ints()
     except ValueError:
@@ -161,7 +163,7 @@ def _gspo(logprobs: Tensor, given: Inputs) -> Tensor:
     sums = torch.zeros(int(row.max()) + 1, dtype=logprobs.dtype).index_add(
         0, row, (logprobs.detach() - given["logprobs"]) * mask
     )
-    mean = sums / torch.zeros_like(sums).index_add(0, row, mask)
+    mean = sums / torch.zeros_like(sums).index_add(0, row, mask).clamp(min=1)  # 0 for a sequence without a ratio
     return _ppo(logprobs, given, torch.exp(mean[row] + logprobs - logprobs.detach()))
 
 
@@ -188,9 +190,8 @@ def loss_of(name: str, config: Mapping[str, float | str]) -> tuple[Loss, tuple[s
     if name not in LOSSES:
         raise UserError(f"the loss {name!r} is not here: take one of {', '.join(LOSSES)}, or forward_backward_custom")
     loss, needed, defaults = LOSSES[name]
-    for key, value in config.items():
+    for key in config:
         if key not in defaults:
             raise UserError(f"{name} has no {key!r} in loss_fn_config: expected {', '.join(defaults) or 'nothing'}")
-        if not isinstance(value, float):
-            raise UserError(f"loss_fn_config[{key!r}] is {value!r}, expected a number")
-    return loss, needed, {**defaults, **config}
+    given = {key: number(f"loss_fn_config[{key!r}]", value, -LARGEST, LARGEST) for key, value in config.items()}
+    return loss, needed, {**defaults, **given}

@@ -273,6 +273,82 @@ def test_tinker_model_with_experts_can_be_sampled_and_trained_with_adapters_on_a
         assert trained.compute_logprobs(TOKENS).result() != scored
 
 
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.5}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}])
+def test_most_likely_tokens_of_a_tinker_sample_are_those_of_the_model_at_temperature_1(service, params):
+    client = service.create_sampling_client().result()
+    call = client.sample(TOKENS, 1, SamplingParams(max_tokens=6, seed=1, **params), topk_sample_logprobs=20)
+    (sequence,) = call.result().sequences
+    again = client.sample(
+        [*TOKENS, *sequence.tokens], 1, SamplingParams(max_tokens=1), topk_prompt_logprobs=20
+    ).result()
+    for row, expected in zip(sequence.topk_logprobs, again.topk_prompt_logprobs[len(TOKENS) :], strict=True):
+        assert dict(row) == pytest.approx(dict(expected), abs=1e-5)
+    for token, logprob, row in zip(sequence.tokens, sequence.logprobs, sequence.topk_logprobs, strict=True):
+        assert dict(row).get(token, logprob) == pytest.approx(logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("prompt", [[1.5, 2.0], "12", ["1", "2"], [[1, 2]], [True], None])
+def test_tinker_clients_raise_for_prompts_and_data_that_are_not_token_ids(service, prompt):
+    datum = Datum(prompt, {"target_tokens": [2, 3], "weights": [1.0, 1.0]})
+    calls = [
+        lambda: new_client(service).forward(data=[datum], loss_fn="cross_entropy").result(),
+        lambda: service.create_sampling_client().result().sample(prompt, 1, SamplingParams(max_tokens=1)).result(),
+        lambda: service.create_sampling_client().result().compute_logprobs(prompt).result(),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="(datum 0|the prompt).*: expected a (list of token ids|whole number)"):
+            call()
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"learning_rate": float("nan")}, "learning_rate = nan"), ({"learning_rate": -1.0}, "learning_rate = -1.0"),
+    ({"beta1": 1.0}, "beta1 = 1.0"), ({"beta2": 1.5}, "beta2 = 1.5"), ({"eps": 0.0}, "eps = 0.0"), ({"weight_decay": -1}, "weight_decay = -1"),
+])  # fmt: skip
+def test_tinker_optim_step_with_invalid_settings_raises_and_changes_no_weight(service, wrong, message):
+    client = new_client(service)
+    client.forward_backward([Datum(TOKENS[:-1], {"target_tokens": TOKENS[1:], "weights": WEIGHTS})], "cross_entropy")
+    before = adapter_of(client).clone()
+    with pytest.raises(ValueError, match=message):
+        client.optim_step(AdamParams(**wrong)).result()
+    assert torch.equal(adapter_of(client), before)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 1.5}, {"seed": 0.5}, {"top_k": 1.5}, {"temperature": "1"}, {"max_tokens": 0}]
+)
+def test_tinker_sample_with_invalid_parameters_raises_an_error_that_names_the_parameter(service, wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} = {value!r}: expected a"):
+        service.create_sampling_client().result().sample(TOKENS, 1, SamplingParams(**wrong)).result()
+
+
+def test_stop_tokens_of_a_tinker_sample_may_be_numpy_integers(service):
+    client = service.create_sampling_client().result()
+    free = client.sample(TOKENS, 1, SamplingParams(max_tokens=8, seed=1, stop=[])).result().sequences[0].tokens
+    stopped = client.sample(TOKENS, 1, SamplingParams(max_tokens=8, seed=1, stop=[np.int64(free[3])])).result()
+    assert stopped.sequences[0].tokens == free[: free.index(free[3]) + 1] and stopped.sequences[0].stop_reason == "stop"
+
+
+@pytest.mark.parametrize(("loss_fn", "message"), [
+    (lambda data, logprobs: logprobs[0].sum(), "expected a loss and a dict of metrics"),
+    (lambda data, logprobs: None, "gave None, expected a loss"),
+    (lambda data, logprobs: (logprobs[0], {}), "no scalar tensor"), (lambda data, logprobs: (torch.tensor(1.0), {}), "no scalar tensor"),
+])  # fmt: skip
+def test_custom_loss_of_a_tinker_client_that_returns_something_else_raises(service, loss_fn, message):
+    datum = Datum(TOKENS[:-1], {"target_tokens": TOKENS[1:]})
+    with pytest.raises(ValueError, match=message):
+        new_client(service).forward_backward_custom([datum], loss_fn).result()
+
+
+def test_tinker_gspo_of_a_sequence_without_a_trained_token_is_zero_and_takes_whole_numbers(service):
+    nothing, inputs = [0.0] * 4, {"target_tokens": TOKENS[1:]}
+    datum = Datum(TOKENS[:-1], inputs | dict.fromkeys(("logprobs", "advantages", "sequence_ratio_mask"), nothing))
+    trained = Datum(TOKENS[:-1], inputs | dict.fromkeys(("logprobs", "advantages", "sequence_ratio_mask"), WEIGHTS))
+    client, config = new_client(service), {"clip_high_threshold": 2}
+    both = client.forward([datum, trained], "gspo", config).result()
+    assert both.metrics == client.forward([trained], "gspo", config).result().metrics and both.metrics["loss:sum"] != 0
+
+
 def test_tinker_sampling_client_keeps_its_weights_while_training_continues(service):
     client = new_client(service, seed=3)
     away_from_zero(client)

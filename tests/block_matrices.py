@@ -3,6 +3,9 @@
 import torch
 from nemo_rl_cpp._native import C
 
+SINGLE = C.cpu_capability() in ("base", "avx2", "avx512")
+"""Whether products with x in bfloat16 take dequantised weights in float32, since the processor has no instructions for bfloat16."""
+
 
 def matrix_of(w, kind):
     matrix = C.zero_blocks(*w.shape, kind)

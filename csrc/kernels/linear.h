@@ -95,10 +95,11 @@ NRL_DECLARE_TILE_KERNEL(linear_pack_bf16, LinearPack<bfloat16>);
 /// y[M, N] (+)= x[M, K] · w[N, K]^T + bias[N]; w row-major with unit stride along K.
 /// Work is cut into tiles: LinearTiles(M, N, K).count() of them, any range may be computed at a time; `more` says that
 /// the caller means to go on with tile_end and what follows it, whose weights are then asked for.
-template <class T, class O>
+/// W is T, or float where weights in blocks are not rounded to bfloat16 (kernels/weight_blocks.h).
+template <class T, class O, class W = T>
 struct LinearForwardArgs {
   LinearInput<T> input;
-  const T* w;
+  const W* w;
   std::int64_t ldw;
   const T* bias;  ///< nullptr: none
   O* y;
@@ -108,15 +109,17 @@ struct LinearForwardArgs {
   std::int64_t first_strip = 0;  ///< whose rows lie at w
 };
 
-template <class T, class O>
-using LinearForward = void(const LinearForwardArgs<T, O>& args, std::int64_t tile_begin, std::int64_t tile_end,
+template <class T, class O, class W = T>
+using LinearForward = void(const LinearForwardArgs<T, O, W>& args, std::int64_t tile_begin, std::int64_t tile_end,
                            bool more);
 NRL_DECLARE_PAIR_KERNEL(linear_forward_f32, LinearForward<float, float>);
 NRL_DECLARE_PAIR_KERNEL(linear_forward_f64, LinearForward<double, double>);
 NRL_DECLARE_TILE_KERNEL(linear_forward_bf16, LinearForward<bfloat16, bfloat16>);
 NRL_DECLARE_TILE_KERNEL(linear_forward_bf16_f32, LinearForward<bfloat16, float>);
+NRL_DECLARE_CPU_KERNEL(linear_forward_mixed_bf16, LinearForward<bfloat16, bfloat16, float>);
+NRL_DECLARE_CPU_KERNEL(linear_forward_mixed_bf16_f32, LinearForward<bfloat16, float, float>);
 
-/// The same sums, wide; args.input.packed is not used.
+/// The same sums, wide; args.input.packed and args.w are not used.
 template <class T, class O>
 using LinearForwardWide = void(const LinearForwardArgs<T, O>& args, const LinearWideTile& tile);
 NRL_DECLARE_PAIR_KERNEL(linear_forward_wide_f32, LinearForwardWide<float, float>);
@@ -126,24 +129,26 @@ NRL_DECLARE_TILE_KERNEL(linear_forward_wide_bf16_f32, LinearForwardWide<bfloat16
 /// act[M, I] = silu(gate) · up with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I]: the bits of the product into gate_up
 /// and swiglu_forward of that. Work is cut into LinearTiles(M, 2I, K, kSwigluTileN); half of a tile's columns are
 /// gates, half are ups.
-template <class T>
+template <class T, class W = T>
 struct LinearSwigluArgs {
   LinearInput<T> input;
-  const T* w;
+  const W* w;
   std::int64_t ldw;
   const T* bias;  ///< nullptr: none
   T* gate_up;     ///< contiguous [M, 2I]; nullptr: not kept
   T* act;         ///< contiguous [M, I]
   std::int64_t I;
-  const T* up = nullptr;         ///< rows of ups, ldw apart as the gates at w
+  const W* up = nullptr;         ///< rows of ups, ldw apart as the gates at w
   std::int64_t first_strip = 0;  ///< whose rows lie at w and at up
 };
 
-template <class T>
-using LinearSwiglu = void(const LinearSwigluArgs<T>& args, std::int64_t tile_begin, std::int64_t tile_end, bool more);
+template <class T, class W = T>
+using LinearSwiglu = void(const LinearSwigluArgs<T, W>& args, std::int64_t tile_begin, std::int64_t tile_end,
+                          bool more);
 NRL_DECLARE_PAIR_KERNEL(linear_swiglu_f32, LinearSwiglu<float>);
 NRL_DECLARE_PAIR_KERNEL(linear_swiglu_f64, LinearSwiglu<double>);
 NRL_DECLARE_TILE_KERNEL(linear_swiglu_bf16, LinearSwiglu<bfloat16>);
+NRL_DECLARE_CPU_KERNEL(linear_swiglu_mixed_bf16, LinearSwiglu<bfloat16, float>);
 template <class T>
 using LinearSwigluWide = void(const LinearSwigluArgs<T>& args, const LinearWideTile& tile);
 NRL_DECLARE_PAIR_KERNEL(linear_swiglu_wide_f32, LinearSwigluWide<float>);

@@ -9,9 +9,9 @@
 //   q4_0   18 bytes   16 bytes: weight i in the low, i + 16 in the high half;  weight = scale · (q - 8), q in [0, 15]
 //   nf4    20 bytes   the same;                                                weight = scale · kNormalFloat[q]
 //
-// A weight is rounded once: to float32 the product of nf4, which those of ggml do not need, and to bfloat16. A scale of
-// nf4 nearer to 0 than kNormalFloatLeast is 0, because some instructions that round to bfloat16 read subnormal numbers
-// as 0.
+// A weight is rounded to float32, which those of ggml do not need, and then to bfloat16 where a product needs it. A
+// scale of nf4 nearer to 0 than kNormalFloatLeast is 0, because some instructions that round to bfloat16 read subnormal
+// numbers as 0.
 //
 // A block of q8_0 or q4_0 is made as ggml's reference makes it: for q8_0 scale = max|w| / 127 and q = round(w / scale),
 // halves away from zero; for q4_0 scale = m / -8, m the weight of largest magnitude with its sign, and q = trunc(w /
@@ -113,6 +113,11 @@ struct WeightBlocks {
   BlockFormat format;
   const std::byte* at;
 };
+
+/// Whether products with x in bfloat16 take weights as float32: where the processor has no instructions for bfloat16,
+/// which would need them rounded.
+using BlockWeightsAreSingle = bool();
+NRL_DECLARE_TILE_KERNEL(block_weights_are_single, BlockWeightsAreSingle);
 
 /// The most rows of x whose products unpack w between the tiles that multiply it, instead of a strip of w first. 0:
 /// this capability has no such kernels.

@@ -188,34 +188,34 @@ void run_wide(std::int64_t M, std::int64_t N, const kernels::LinearWide& wide, c
   }
 }
 
-/// What computes a forward product: tile by tile with w where it lies, or, where rows are many and the type has such
-/// kernels, wide.
-template <class T, class Tiles, class WideTiles>
+/// What computes a forward product of x in T and w in W: tile by tile with w where it lies, or, where rows are many and
+/// the type has such kernels, wide.
+template <class T, class W, class Tiles, class WideTiles>
 struct ForwardKernels {
   kernels::LinearPack<T>* pack;
   Tiles* tiles;
   kernels::LinearWideOf* wide_of = nullptr;
-  kernels::LinearPackWeights<T>* pack_weights = nullptr;
+  kernels::LinearPackWeights<W>* pack_weights = nullptr;
   WideTiles* wide = nullptr;
   kernels::LinearWide wide_for(std::int64_t K) const { return wide && K > 0 ? wide_of(K) : kernels::LinearWide{}; }
 };
-template <class T, class O>
-using LinearKernels = ForwardKernels<T, kernels::LinearForward<T, O>, kernels::LinearForwardWide<T, O>>;
-template <class T>
-using SwigluKernels = ForwardKernels<T, kernels::LinearSwiglu<T>, kernels::LinearSwigluWide<T>>;
+template <class T, class O, class W = T>
+using LinearKernels = ForwardKernels<T, W, kernels::LinearForward<T, O, W>, kernels::LinearForwardWide<T, O>>;
+template <class T, class W = T>
+using SwigluKernels = ForwardKernels<T, W, kernels::LinearSwiglu<T, W>, kernels::LinearSwigluWide<T>>;
 
-/// The product of N columns in strips of `width`, or of wide.columns. args_of(input, first row): the kernels'
-/// arguments; unpack(args, strip) sets where the rows of a strip lie, if w lies in blocks; pack(strip, out) as for
-/// run_wide.
-template <class T, class Kernels, class ArgsOf, class Unpack, class Pack>
-void run_forward(const Kernels& with, const kernels::LinearWide& wide, const at::Tensor& x, const Weights<T>& w,
+/// The product of N columns in strips of `width`, or of wide.columns. args_of(input, first row, w): the kernels'
+/// arguments, with w null where they do not read it; unpack(args, strip) sets where the rows of a strip lie, if w lies
+/// in blocks; pack(strip, out) as for run_wide.
+template <class T, class W, class Kernels, class ArgsOf, class Unpack, class Pack>
+void run_forward(const Kernels& with, const kernels::LinearWide& wide, const at::Tensor& x, const Weights<W>& w,
                  std::int64_t N, std::int64_t width, const ArgsOf& args_of, const Unpack& unpack, const Pack& pack) {
   const std::int64_t M = x.size(0), K = x.size(1);
   if (M < wide.from_rows)
     return run_packed<T>(
         with.pack, x, N, width,
         [&](const kernels::LinearInput<T>& input, std::int64_t m, std::int64_t begin, std::int64_t end, bool more) {
-          auto args = args_of(input, m);
+          auto args = args_of(input, m, w.in_blocks() ? nullptr : w.rows(0, N));
           if (!w.in_blocks()) return with.tiles(args, begin, end, more);
           for_strips(kernels::LinearTiles(input.M, N, K, width), begin, end,
                      [&](std::int64_t strip, std::int64_t first, std::int64_t last) {
@@ -223,22 +223,21 @@ void run_forward(const Kernels& with, const kernels::LinearWide& wide, const at:
                        with.tiles(args, first, last, /*more=*/false);
                      });
         });
-  const auto args = args_of({ptr<T>(x), x.stride(0), M, K, nullptr}, 0);
+  const auto args = args_of({ptr<T>(x), x.stride(0), M, K, nullptr}, 0, static_cast<const T*>(nullptr));
   run_wide(M, N, wide, pack, [&](const kernels::LinearWideTile& tile) { with.wide(args, tile); });
 }
 
-template <class T, class O>
-void run(const LinearKernels<T, O>& with, const at::Tensor& x, const Weights<T>& w,
+template <class T, class O, class W = T>
+void run(const LinearKernels<T, O, W>& with, const at::Tensor& x, const Weights<W>& w,
          const std::optional<at::Tensor>& bias, const at::Tensor& y, bool accumulate) {
   constexpr std::int64_t kWidth = kernels::kLinearTileN;
   const std::int64_t K = x.size(1), N = y.size(1), ldw = w.stride();
-  const T* const whole = w.in_blocks() ? nullptr : w.rows(0, N);
-  const auto args_of = [&](const kernels::LinearInput<T>& input, std::int64_t m) {
-    return kernels::LinearForwardArgs<T, O>{
-        input,       whole, ldw,       bias ? ptr<T>(*bias) : nullptr, mutable_ptr<O>(y) + m * y.stride(0),
-        y.stride(0), N,     accumulate};
+  const auto args_of = [&]<class Any>(const kernels::LinearInput<T>& input, std::int64_t m, const Any* at) {
+    return kernels::LinearForwardArgs<T, O, Any>{
+        input,       at, ldw,       bias ? ptr<T>(*bias) : nullptr, mutable_ptr<O>(y) + m * y.stride(0),
+        y.stride(0), N,  accumulate};
   };
-  const auto unpack = [&](kernels::LinearForwardArgs<T, O>& args, std::int64_t strip) {
+  const auto unpack = [&](kernels::LinearForwardArgs<T, O, W>& args, std::int64_t strip) {
     args.first_strip = strip;
     args.w = w.rows(strip * kWidth, std::min(kWidth, N - strip * kWidth));
   };
@@ -253,23 +252,22 @@ void run(const LinearKernels<T, O>& with, const at::Tensor& x, const Weights<T>&
   run_forward<T>(with, wide, x, w, N, kWidth, args_of, unpack, pack);
 }
 
-template <class T>
-void run_swiglu(const SwigluKernels<T>& with, const at::Tensor& x, const Weights<T>& w,
+template <class T, class W = T>
+void run_swiglu(const SwigluKernels<T, W>& with, const at::Tensor& x, const Weights<W>& w,
                 const std::optional<at::Tensor>& bias, const at::Tensor& gate_up, const at::Tensor& act) {
   constexpr std::int64_t kHalf = kernels::kSwigluTileN / 2;
   const std::int64_t K = x.size(1), I = act.size(1), ldw = w.stride();
-  const T *const gates = w.in_blocks() ? nullptr : w.rows(0, I), *const ups = w.in_blocks() ? nullptr : w.rows(I, I);
-  const auto args_of = [&](const kernels::LinearInput<T>& input, std::int64_t m) {
-    return kernels::LinearSwigluArgs<T>{input,
-                                        gates,
-                                        ldw,
-                                        bias ? ptr<T>(*bias) : nullptr,
-                                        gate_up.defined() ? mutable_ptr<T>(gate_up) + m * 2 * I : nullptr,
-                                        mutable_ptr<T>(act) + m * I,
-                                        I,
-                                        ups};
+  const auto args_of = [&]<class Any>(const kernels::LinearInput<T>& input, std::int64_t m, const Any* gates) {
+    return kernels::LinearSwigluArgs<T, Any>{input,
+                                             gates,
+                                             ldw,
+                                             bias ? ptr<T>(*bias) : nullptr,
+                                             gate_up.defined() ? mutable_ptr<T>(gate_up) + m * 2 * I : nullptr,
+                                             mutable_ptr<T>(act) + m * I,
+                                             I,
+                                             gates == nullptr ? nullptr : gates + I * ldw};
   };
-  const auto unpack = [&](kernels::LinearSwigluArgs<T>& args, std::int64_t strip) {
+  const auto unpack = [&](kernels::LinearSwigluArgs<T, W>& args, std::int64_t strip) {
     const std::int64_t i = strip * kHalf, count = std::min(kHalf, I - i);
     args.first_strip = strip;
     args.w = w.rows(i, count, 0);
@@ -400,6 +398,22 @@ void backward_device_blocks(const at::Tensor& dy, const BlockMatrix& w, const at
   else dx.copy_(sum);
 }
 
+/// x in bfloat16 times w in blocks that is not rounded to it.
+void forward_mixed(const at::Tensor& x, const BlockMatrix& w, const std::optional<at::Tensor>& bias,
+                   const at::Tensor& y, bool accumulate) {
+  using namespace kernels;
+  const Weights<float> single(w);
+  if (y.scalar_type() == at::kBFloat16)
+    return run<bfloat16, bfloat16, float>({linear_pack_bf16, linear_forward_mixed_bf16, linear_wide_bf16,
+                                           linear_pack_weights_f32, linear_forward_wide_bf16},
+                                          x, single, bias, y, accumulate);
+  run<bfloat16, float, float>({linear_pack_bf16, linear_forward_mixed_bf16_f32, linear_wide_bf16,
+                               linear_pack_weights_f32, linear_forward_wide_bf16_f32},
+                              x, single, bias, y, accumulate);
+}
+
+bool are_mixed(const at::Tensor& x) { return x.scalar_type() == at::kBFloat16 && kernels::block_weights_are_single(); }
+
 bool are_few_for_blocks(const at::Tensor& x, const BlockMatrix& w) {
   return x.scalar_type() == at::kBFloat16 && x.size(0) <= kernels::block_product_rows(w.format());
 }
@@ -450,6 +464,7 @@ void forward_blocks(const at::Tensor& x, const BlockMatrix& w, const std::option
     return few_rows_of_blocks<bfloat16>(kernels::linear_forward_blocks_bf16, x, w, bias, y, accumulate);
   if (are_few_for_blocks(x, w) && y.scalar_type() == at::kFloat)
     return few_rows_of_blocks<float>(kernels::linear_forward_blocks_bf16_f32, x, w, bias, y, accumulate);
+  if (are_mixed(x) && y.scalar_type() != at::kDouble) return forward_mixed(x, w, bias, y, accumulate);
   forward_on_cpu(x, w, bias, y, accumulate);
 }
 
@@ -471,6 +486,11 @@ void swiglu_blocks(const at::Tensor& x, const BlockMatrix& w, const std::optiona
   }
   if (are_few_for_blocks(x, w) && I % kernels::kBlockTileRows == 0)
     return few_rows_of_gated_blocks(x, w, bias, gate_up, act);
+  if (are_mixed(x))
+    return run_swiglu<bfloat16, float>(
+        {kernels::linear_pack_bf16, kernels::linear_swiglu_mixed_bf16, kernels::linear_wide_bf16,
+         kernels::linear_pack_weights_f32, kernels::linear_swiglu_wide_bf16},
+        x, Weights<float>(w), bias, gate_up, act);
   swiglu_on_cpu(x, w, bias, gate_up, act);
 }
 

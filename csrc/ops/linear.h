@@ -13,8 +13,9 @@ class PackedWeights;  // ops/packed_weights.h
 /// x, w (and bias) share a dtype: float32, float64, or bfloat16 with y in bfloat16 or float32 (sums are always
 /// float32 at least). Rows may be strided; the last dimension is contiguous. `accumulate` adds to y.
 /// w may lie in blocks instead: uint8 [N, bytes of a row] (ops/weight_blocks.h), with x in float32 or bfloat16. The
-/// bits are those of w as unpack_blocks gives it in x's dtype; strips of w are unpacked where they are read, or on a
-/// device into scratch memory. `packed`: copies of weights that few rows read in their place, w's if it is among them;
+/// bits are those of w as unpack_blocks gives it in x's dtype, or in float32 on a CPU without instructions for bfloat16
+/// (kernels::block_weights_are_single); strips of w are unpacked where they are read, or on a device into scratch
+/// memory. `packed`: copies of weights that few rows read in their place, w's if it is among them;
 /// the same bits. nullptr: none.
 void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
                     const at::Tensor& y, bool accumulate = false, const PackedWeights* packed = nullptr);

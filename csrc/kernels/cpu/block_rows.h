@@ -15,25 +15,11 @@ constexpr std::int64_t kMostBlockRows = kBlockPanels ? kBlockPanelRows : kLinear
 constexpr int kBlockGroup = static_cast<int>(kBlockTileRows);                             ///< rows of w
 constexpr int kBlockGroups = static_cast<int>(kLinearTileN) / kBlockGroup;
 
-/// A row of packed x.
-struct PackedRow {
-  const Terms<bfloat16>::Word* at;
-  std::int64_t step = 1;  ///< from word to word
-  PackedRow(const LinearInput<bfloat16>& p, std::int64_t r) : at(static_cast<const Terms<bfloat16>::Word*>(p.packed)) {
-    if (p.M <= kLinearFewRows) {
-      at += r * packed_row_words<bfloat16>(p.K);
-    } else {
-      constexpr std::int64_t kPanel = kPanelRows<bfloat16>, kLanes = Terms<bfloat16>::V::kLanes;
-      const std::int64_t first = r / kPanel * kPanel;
-      at += first * words_of<bfloat16>(p.K) + r % kPanel;
-      step = (smaller(p.M - first, kPanel) + kLanes - 1) / kLanes * kLanes;
-    }
-  }
-};
-
-/// The sums of 16 rows of w with a row of x: from unpacked weights.
+#if defined(__AVX512BF16__)
+/// The sums of 16 rows of w with a row of packed x: from unpacked weights.
 template <BlockFormat kFormat>
-[[gnu::noinline]] void unpacked_sums(const std::byte* tile, std::int64_t K, PackedRow x, float* sums) {
+[[gnu::noinline]] void unpacked_sums(const std::byte* tile, std::int64_t K, const Terms<bfloat16>::Word* x,
+                                     float* sums) {
   using X = Terms<bfloat16>;
   constexpr int kRows = X::V::kLanes, kParts = kBlockGroup / kRows;
   bfloat16 terms[kBlockGroup][kBlockTerms];
@@ -43,9 +29,9 @@ template <BlockFormat kFormat>
   for (auto& part : sum) part = X::V{};
   for (std::int64_t block = 0; block < K / kBlockTerms; ++block, tile += block_tile_bytes(kFormat)) {
     unpack_tile<kFormat>(tile, terms[0], kBlockTerms);
-    for (std::int64_t k = 0; k < kBlockTerms; k += X::kPerWord, x.at += x.step)
+    for (std::int64_t k = 0; k < kBlockTerms; k += X::kPerWord, ++x)
       for (int i = 0; i < kParts; ++i)
-        sum[i] = X::multiply_add(gathered<bfloat16>(at + i * kRows, k, kBlockTerms), X::V(*x.at), sum[i]);
+        sum[i] = X::multiply_add(gathered<bfloat16>(at + i * kRows, k, kBlockTerms), X::V(*x), sum[i]);
   }
   for (int i = 0; i < kParts; ++i) store(sums + i * kRows, sum[i]);
 }
@@ -56,6 +42,7 @@ bool any_zero_or_not_finite(const float* sums) {
   for (int i = 0; i < kBlockGroup; ++i) any |= sums[i] == 0 || !(__builtin_fabsf(sums[i]) < __builtin_inff());
   return any;
 }
+#endif
 
 /// sums[r][width] of a strip's 48 rows of w. kRows 0: of more rows of x than few.
 template <BlockFormat kFormat, int kRows>
@@ -70,11 +57,14 @@ void multiply_strip(const LinearInput<bfloat16>& p, const BlockStrip& strip, flo
     if constexpr (kRows > 0) multiply_groups<kFormat, kRows, kAtOnce>(p, rows + g, strip.ahead, out, width);
     else multiply_panels<kFormat>(p, rows[g], strip.ahead, out, width);
   }
+#if defined(__AVX512BF16__)  // a zero may lack its sign there
+  const auto* const x = static_cast<const Terms<bfloat16>::Word*>(p.packed);
   for (std::int64_t r = 0; r < p.M; ++r)
     for (int g = 0; g < kBlockGroups; ++g) {
       float* const at = sums + r * width + g * kBlockGroup;
-      if (any_zero_or_not_finite(at)) unpacked_sums<kFormat>(rows[g], p.K, PackedRow(p, r), at);
+      if (any_zero_or_not_finite(at)) unpacked_sums<kFormat>(rows[g], p.K, x + r * packed_row_words<bfloat16>(p.K), at);
     }
+#endif
 }
 
 /// Computes tiles of kStrips strips (kernels/cpu/block_strips.h).

@@ -2,10 +2,8 @@
 // x (block_rows.h) by a processor that has no products of pairs.
 //
 // q8_0 and q4_0: a 32-bit lane holds codes of four terms of a row. Each in turn is shuffled to the top of its lane,
-// with zeros below: a whole number, which times scale · 2^-24 is a weight of at most 19 bits. Added to 2^16 of itself
-// it is rounded at the last bit that bfloat16 keeps of it, and a tie goes to the even number. A zero has no sign here,
-// and infinite scales give no number. Sums that this could change are zero or not finite; they are formed again from
-// unpacked weights. The codes of nf4 are looked up.
+// with zeros below: a whole number, which times scale · 2^-24 is a weight of at most 19 bits. The codes of nf4 are
+// looked up.
 #pragma once
 #include "kernels/cpu/block_weights.h"
 #include "kernels/cpu/linear_panel.h"
@@ -33,8 +31,6 @@ class BlockTerms {
       scales_ = _mm256_mul_ps(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(tile) + half)),
                               _mm256_set1_ps(kLanesOfRows ? 0x1p-28f : 0x1p-24f));
     scales_ = rows_in_lanes(scales_);
-    if constexpr (kNormal) not_finite_ = _mm256_fmadd_ps(scales_, _mm256_setzero_ps(), not_finite_);
-    else up_ = _mm256_mul_ps(scales_, _mm256_set1_ps(0x1p16f));
   }
 
   /// The codes of terms 8 step to 8 step + 7, in two registers.
@@ -63,12 +59,10 @@ class BlockTerms {
     constexpr int kPlace = kLanesOfRows ? joined_place<BlockFormat::q4_0>(kTerm % 4) : kTerm / 2;
     const __m256i of = codes[kLanesOfRows ? kTerm / 4 : kTerm % 2];
     if constexpr (kNormal)
-      return nearest_bfloat16(
-          _mm256_mul_ps(normal_floats(_mm256_srli_epi32(of, 8 * kPlace), _mm256_loadu_ps(kNormalFloat),
-                                      _mm256_loadu_ps(kNormalFloat + 8)),
-                        scales_));
-    const __m256 whole = _mm256_cvtepi32_ps(kLaneTop<kPlace>(of)), far = _mm256_mul_ps(whole, up_);
-    return _mm256_sub_ps(_mm256_fmadd_ps(whole, scales_, far), far);
+      return _mm256_mul_ps(normal_floats(_mm256_srli_epi32(of, 8 * kPlace), _mm256_loadu_ps(kNormalFloat),
+                                         _mm256_loadu_ps(kNormalFloat + 8)),
+                           scales_);
+    return _mm256_mul_ps(_mm256_cvtepi32_ps(kLaneTop<kPlace>(of)), scales_);
   }
   /// out[term][16] = all terms.
   [[gnu::always_inline]] void put(float* out) const {
@@ -81,9 +75,10 @@ class BlockTerms {
       }(std::make_integer_sequence<int, kStepTerms>());
     }
   }
-  /// Sums in the order of the rows; NaN where a scale of nf4 was not finite.
-  [[gnu::always_inline]] __m256 whole(__m256 sums) const {
-    return rows_in_lanes(kNormal ? _mm256_add_ps(sums, not_finite_) : sums);
+  /// step() leaves rows 2 and 3 and rows 4 and 5 exchanged where a row has 64 bits, and this undoes it.
+  [[gnu::always_inline]] static __m256 rows_in_lanes(__m256 rows) {
+    if constexpr (kLanesOfRows) return rows;
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(rows), 0xd8));
   }
 
  private:
@@ -91,14 +86,8 @@ class BlockTerms {
   static constexpr std::int64_t kHalfBytes =
       kLanesOfRows ? 32 : kTermLanes * (block_bytes(kFormat) - scale_bytes(kFormat));
 
-  /// step() leaves rows 2 and 3 and rows 4 and 5 exchanged where a row has 64 bits.
-  [[gnu::always_inline]] static __m256 rows_in_lanes(__m256 rows) {
-    if constexpr (kLanesOfRows) return rows;
-    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(rows), 0xd8));
-  }
-
   const std::byte* codes_;
-  __m256 scales_, up_, not_finite_ = _mm256_setzero_ps();
+  __m256 scales_;
 };
 
 /// sums[r][width] = kHalves halves of the 16 rows of w whose tiles follow `tiles`, from `first` on, times kRows rows of
@@ -135,7 +124,8 @@ template <BlockFormat kFormat, int kRows, int kHalves>
   }
   for (int r = 0; r < kRows; ++r)
     for (int half = 0; half < kHalves; ++half)
-      _mm256_storeu_ps(sums + r * width + (first + half) * kTermLanes, terms[half].whole(chains[r][half]));
+      _mm256_storeu_ps(sums + r * width + (first + half) * kTermLanes,
+                       BlockTerms<kFormat>::rows_in_lanes(chains[r][half]));
 }
 
 /// sums[r][width] = kGroups times 16 rows of w, whose tiles follow rows[group], times kRows rows of packed x.
@@ -206,7 +196,7 @@ template <BlockFormat kFormat>
   for (std::int64_t m = 0; m < p.M; ++m)
     for (int half = 0; half < kTileHalves; ++half) {
       float* const at = sums + m * width + half * kTermLanes;
-      _mm256_storeu_ps(at, halves[half].whole(_mm256_loadu_ps(at)));
+      _mm256_storeu_ps(at, BlockTerms<kFormat>::rows_in_lanes(_mm256_loadu_ps(at)));
     }
 }
 #endif

@@ -191,6 +191,7 @@ void read_block_rows(BlockFormat any, const std::byte* tiles, std::int64_t first
   });
 }
 
+bool block_weights_are_single() { return Terms<bfloat16>::kPerWord == 1; }
 std::int64_t block_product_rows(BlockFormat format) {  // look-ups of nf4 pay for few rows only
   return format == BlockFormat::nf4 ? smaller(kMostBlockRows, kLinearFewRows) : kMostBlockRows;
 }

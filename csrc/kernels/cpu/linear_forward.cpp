@@ -8,18 +8,6 @@ namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
 template <class T, class O>
-void linear_forward(const LinearForwardArgs<T, O>& p, std::int64_t tile_begin, std::int64_t tile_end, bool more) {
-  const auto columns_of = [&](std::int64_t strip) {
-    Columns<T, kLinearTileN> columns;
-    columns.count = store_strip(p, strip).count;
-    columns.set(0, kLinearTileN, p.w + (strip - p.first_strip) * kLinearTileN * p.ldw, p.ldw, columns.count);
-    return columns;
-  };
-  const auto store_of = [&](std::int64_t strip) { return store_strip(p, strip); };
-  run_tiles(p.input, LinearTiles(p.input.M, p.N, p.input.K), p.ldw, tile_begin, tile_end, more, columns_of, store_of);
-}
-
-template <class T, class O>
 void linear_forward_wide(const LinearForwardArgs<T, O>& p, const LinearWideTile& tile) {
   run_wide<1>(p.input, tile, [&](std::int64_t strip) { return store_strip(p, strip); });
 }
@@ -27,16 +15,16 @@ void linear_forward_wide(const LinearForwardArgs<T, O>& p, const LinearWideTile&
 }  // namespace
 
 void linear_forward_f32(const LinearForwardArgs<float, float>& p, std::int64_t b, std::int64_t e, bool more) {
-  linear_forward(p, b, e, more);
+  run_columns(p, p.input, b, e, more);
 }
 void linear_forward_f64(const LinearForwardArgs<double, double>& p, std::int64_t b, std::int64_t e, bool more) {
-  linear_forward(p, b, e, more);
+  run_columns(p, p.input, b, e, more);
 }
 void linear_forward_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, std::int64_t b, std::int64_t e, bool more) {
-  linear_forward(p, b, e, more);
+  run_columns(p, p.input, b, e, more);
 }
 void linear_forward_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, std::int64_t b, std::int64_t e, bool more) {
-  linear_forward(p, b, e, more);
+  run_columns(p, p.input, b, e, more);
 }
 void linear_forward_wide_f32(const LinearForwardArgs<float, float>& p, const LinearWideTile& t) {
   linear_forward_wide(p, t);

@@ -24,9 +24,9 @@ template <class A, class T, class O>
 }
 
 /// Of a strip of kWidth columns, of which `count` exist.
-template <class T, class O, std::int64_t kWidth = kLinearTileN>
+template <class T, class O, std::int64_t kWidth = kLinearTileN, class W = T>
 struct StoreColumns {
-  const LinearForwardArgs<T, O>& p;
+  const LinearForwardArgs<T, O, W>& p;
   std::int64_t n0;
   int count;
   [[gnu::always_inline]] void ask_ahead(std::int64_t m) const { ask_for_writing(p.y + m * p.ldy + n0, count); }
@@ -41,18 +41,27 @@ struct StoreColumns {
   }
 };
 
-template <std::int64_t kWidth = kLinearTileN, class T, class O>
-StoreColumns<T, O, kWidth> store_strip(const LinearForwardArgs<T, O>& p, std::int64_t strip) {
+template <std::int64_t kWidth = kLinearTileN, class T, class O, class W>
+StoreColumns<T, O, kWidth, W> store_strip(const LinearForwardArgs<T, O, W>& p, std::int64_t strip) {
   return {p, strip * kWidth, static_cast<int>(smaller(kWidth, p.N - strip * kWidth))};
+}
+
+/// The rows of w of a strip.
+template <class T, class O, class W>
+Columns<W, kLinearTileN> columns_of(const LinearForwardArgs<T, O, W>& p, std::int64_t strip) {
+  Columns<W, kLinearTileN> columns;
+  columns.count = store_strip(p, strip).count;
+  columns.set(0, kLinearTileN, p.w + (strip - p.first_strip) * kLinearTileN * p.ldw, p.ldw, columns.count);
+  return columns;
 }
 
 constexpr int kHalf = static_cast<int>(kSwigluTileN) / 2;
 
 /// A tile's sums: kHalf gates, then as many ups.
-template <class T, int kHalf>
+template <class T, int kHalf, class W = T>
 struct StoreSwiglu {
   static_assert(kHalf % kLanes == 0);
-  const LinearSwigluArgs<T>& p;
+  const LinearSwigluArgs<T, W>& p;
   std::int64_t i0;
   int count;
   [[gnu::always_inline]] void ask_ahead(std::int64_t m) const {
@@ -95,9 +104,38 @@ struct StoreSwiglu {
   }
 };
 
-template <class T>
-StoreSwiglu<T, kHalf> store_strip(const LinearSwigluArgs<T>& p, std::int64_t strip) {
+template <class T, class W>
+StoreSwiglu<T, kHalf, W> store_strip(const LinearSwigluArgs<T, W>& p, std::int64_t strip) {
   return {p, strip * kHalf, static_cast<int>(smaller<std::int64_t>(kHalf, p.I - strip * kHalf))};
+}
+
+/// Its gates, then its ups.
+template <class T, class W>
+Columns<W, kSwigluTileN> columns_of(const LinearSwigluArgs<T, W>& p, std::int64_t strip) {
+  Columns<W, kSwigluTileN> columns;
+  const int count = store_strip(p, strip).count;
+  columns.count = kSwigluTileN;
+  const std::int64_t offset = (strip - p.first_strip) * kHalf * p.ldw;
+  columns.set(0, kHalf, p.w + offset, p.ldw, count);
+  columns.set(kHalf, kHalf, p.up + offset, p.ldw, count);
+  return columns;
+}
+
+template <class T, class O, class W>
+LinearTiles tiles_of(const LinearForwardArgs<T, O, W>& p) {
+  return LinearTiles(p.input.M, p.N, p.input.K);
+}
+template <class T, class W>
+LinearTiles tiles_of(const LinearSwigluArgs<T, W>& p) {
+  return LinearTiles(p.input.M, 2 * p.I, p.input.K, kSwigluTileN);
+}
+
+/// Computes tiles [begin, end) of p from x, p's packed rows in the type of w.
+template <class Args, class T>
+void run_columns(const Args& p, const LinearInput<T>& x, std::int64_t begin, std::int64_t end, bool more) {
+  run_tiles(
+      x, tiles_of(p), p.ldw, begin, end, more, [&](std::int64_t strip) { return columns_of(p, strip); },
+      [&](std::int64_t strip) { return store_strip(p, strip); });
 }
 
 }  // namespace

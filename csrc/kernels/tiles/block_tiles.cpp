@@ -103,6 +103,7 @@ constexpr auto kRunTiles = [](const auto&... of) { run_block_tiles<kStrips>(of..
 
 }  // namespace
 
+bool block_weights_are_single() { return false; }
 std::int64_t block_product_rows(BlockFormat) { return kMostRows; }
 
 void linear_forward_blocks_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, const WeightBlocks& w, std::int64_t b,

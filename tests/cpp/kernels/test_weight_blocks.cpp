@@ -1,6 +1,6 @@
 // Weights in blocks (kernels/weight_blocks.h): tiles keep the blocks of a file, and products with few rows of x have
-// the bits of those with the unpacked weights, by the tile instruction's rules (tile_rules.h) or by the same
-// processor's product.
+// the bits of those with the unpacked weights, by the tile instruction's rules (tile_rules.h), by the same processor's
+// product of bfloat16, or, where it has none, by one chain of multiply-adds in float32.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -72,7 +72,16 @@ struct FewRows {
   LinearForwardBlocks<float>* forward;
   BlockProductRows* most_rows;
   LinearForward<bfloat16, float>* unpacked = nullptr;  ///< null: the rules of tiles
+  bool single = false;                                 ///< weights stay float32
 };
+
+/// One chain of multiply-adds.
+template <class Of>
+float chain(const Of& term) {
+  float sum = 0;
+  for (std::int64_t k = 0; k < K; ++k) sum = std::fma(term(k).first, term(k).second, sum);
+  return sum;
+}
 
 std::vector<FewRows> few_rows_kernels() {
   std::vector<FewRows> all;
@@ -80,7 +89,7 @@ std::vector<FewRows> few_rows_kernels() {
 #define NRL_FEW_ROWS(variant) \
   #variant, variant::linear_pack_bf16, variant::linear_forward_blocks_bf16_f32, variant::block_product_rows
   if (has_software_tiles()) {  // which need the same
-    all.push_back({NRL_FEW_ROWS(avx2), avx2::linear_forward_bf16_f32});
+    all.push_back({NRL_FEW_ROWS(avx2), nullptr, true});
     all.push_back({NRL_FEW_ROWS(software_tiles)});
   }
   if (has_software_tiles_avx512()) {
@@ -128,7 +137,11 @@ TEST(WeightBlocks, ProductsOfFewRowsAreBitIdenticalWithQuantisedAndDequantisedWe
     for (const auto format : kFormats) {
       const auto rows = drawn_blocks(format), tiles = tiles_of(format, rows);
       std::vector<bfloat16> w;
-      for (std::int64_t i = 0; i < kRows * K; ++i) w.emplace_back(weight(format, rows, i / K, i % K));
+      std::vector<float> single;
+      for (std::int64_t i = 0; i < kRows * K; ++i) {
+        single.push_back(weight(format, rows, i / K, i % K));
+        w.emplace_back(single.back());
+      }
       ASSERT_GE(with.most_rows(format), kLinearFewRows) << with.name;
       for (const std::int64_t M : {1, 2, 7, 8, 9, 16, 17, 24, 32}) {
         if (M > with.most_rows(format)) continue;
@@ -146,7 +159,10 @@ TEST(WeightBlocks, ProductsOfFewRowsAreBitIdenticalWithQuantisedAndDequantisedWe
           const auto at = [](const auto& values, std::int64_t place) {
             return static_cast<float>(values[static_cast<std::size_t>(place)]);
           };
-          if (!with.unpacked)
+          if (with.single)
+            expected[static_cast<std::size_t>(i)] = chain(
+                [&](std::int64_t k) { return std::pair(at(single, i % kRows * K + k), at(x, i / kRows * K + k)); });
+          else if (!with.unpacked)
             expected[static_cast<std::size_t>(i)] = tile_sum(
                 K, [&](std::int64_t k) { return at(w, i % kRows * K + k); },
                 [&](std::int64_t k) { return at(x, i / kRows * K + k); }, 0.0f);
@@ -155,5 +171,38 @@ TEST(WeightBlocks, ProductsOfFewRowsAreBitIdenticalWithQuantisedAndDequantisedWe
       }
     }
 }
+
+#if defined(__x86_64__)
+TEST(WeightBlocks, MixedProductsAreChainsOfMultiplyAddsInFloat32) {
+  struct Mixed {
+    const char* name;
+    LinearPack<bfloat16>* pack;
+    LinearForward<bfloat16, float, float>* forward;
+  };
+  std::vector<Mixed> all;
+  if (has_software_tiles()) all.push_back({"avx2", avx2::linear_pack_bf16, avx2::linear_forward_mixed_bf16_f32});
+  if (has_software_tiles_avx512())
+    all.push_back({"avx512", avx512::linear_pack_bf16, avx512::linear_forward_mixed_bf16_f32});
+  const auto rows = drawn_blocks(BlockFormat::q8_0);
+  std::vector<float> w;
+  for (std::int64_t i = 0; i < kRows * K; ++i) w.push_back(weight(BlockFormat::q8_0, rows, i / K, i % K));
+  for (const auto& with : all)
+    for (const std::int64_t M : {1, 8, 9, 33, 65}) {
+      const auto x = drawn(M * K, Values::spread, 3);
+      Room packed(linear_packed_bytes(M, K, 2));
+      const LinearInput<bfloat16> input{x.data(), K, M, K, packed.get()};
+      with.pack(input, 0, (M + kLinearTileM - 1) / kLinearTileM);
+      std::vector<float> y(static_cast<std::size_t>(M * kRows), NAN);
+      with.forward({input, w.data(), K, nullptr, y.data(), kRows, kRows, false}, 0, LinearTiles(M, kRows, K).count(),
+                   false);
+      for (std::int64_t i = 0; i < M * kRows; ++i)
+        expect_bits(y[static_cast<std::size_t>(i)], chain([&](std::int64_t k) {
+                      return std::pair(w[static_cast<std::size_t>(i % kRows * K + k)],
+                                       static_cast<float>(x[static_cast<std::size_t>(i / kRows * K + k)]));
+                    }),
+                    with.name, i);
+    }
+}
+#endif
 
 }  // namespace nemo_rl::kernels

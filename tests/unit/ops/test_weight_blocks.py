@@ -1,10 +1,11 @@
-"""Weights in blocks: made and read as ggml and bitsandbytes do, and multiplied with the bits of the dequantised matrix."""
+"""Weights in blocks: made and read as ggml and bitsandbytes do, and multiplied with the bits of the dequantised matrix. Without instructions for
+bfloat16 that matrix is in float32, also where x is in bfloat16."""
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from block_matrices import blocks_of, dense, matrix_of
+from block_matrices import SINGLE, blocks_of, dense, matrix_of
 from nemo_rl_cpp._native import CPU_CAPABILITIES, C
 from reference import weight_blocks
 from test_capabilities import USED, under
@@ -109,7 +110,7 @@ def test_dequantised_weights_of_every_format_match_reference_decoders(kind):
 @pytest.mark.parametrize("rows", [1, 8])
 def test_products_of_unit_vectors_with_quantised_weights_equal_the_dequantised_weights(kind, rows):
     blocks = from_rows(torch.from_numpy(blocks_of_every_scale(kind)), 32, kind)
-    w = dense(blocks, 32, torch.bfloat16).float()
+    w = dense(blocks, 32, torch.float32 if SINGLE else torch.bfloat16).float()
     for x in torch.eye(32, dtype=torch.bfloat16).split(rows):
         y = torch.empty(rows, len(blocks))
         C.linear_forward(x, blocks, None, y, False)
@@ -142,14 +143,21 @@ def bits(t):
 def same(a, b, *where):
     assert torch.equal(bits(a), bits(b)), where
 
+SINGLE = C.cpu_capability() in ("base", "avx2", "avx512")
+
 def forward(x, w, n, bias, dtype, add_to):
+    if w.dtype == torch.float32 and x.dtype == torch.bfloat16:
+        return forward(x.float(), w, n, bias if bias is None else bias.float(), torch.float32, add_to).to(dtype)
     y = torch.full((len(x), n), float("nan"), dtype=dtype) if add_to is None else add_to.clone()
     C.linear_forward(x, w, bias, y, add_to is not None)
     return y
 
 def gated(x, w, i, bias, keep):
     gate_up, act = torch.empty(len(x), 2 * i, dtype=x.dtype), torch.empty(len(x), i, dtype=x.dtype)
-    C.linear_swiglu(x, w, bias, gate_up if keep else None, act)
+    if w.dtype == torch.float32 and x.dtype == torch.bfloat16:
+        C.swiglu_forward(gate_up.copy_(forward(x, w, 2 * i, bias, x.dtype, None)), act)
+    else:
+        C.linear_swiglu(x, w, bias, gate_up if keep else None, act)
     return torch.cat([gate_up, act], 1) if keep else act
 
 def backward(dy, w, k, dtype, add_to):
@@ -163,7 +171,10 @@ def check(MOST, ROWS, THREADS, SHAPES):
         blocks = matrix_of(normal(N, K, seed=1) * 0.1, kind)
         w, bias, h = torch.empty(N, K, dtype=dtype), normal(N, seed=2).to(dtype), normal(MOST, max(N, K), seed=3)
         C.unpack_blocks(blocks, w)
-        whole = None
+        of_backward, whole = w, None
+        if SINGLE:
+            w = torch.empty(N, K)
+            C.unpack_blocks(blocks, w)
         for rows in ROWS:
             for threads in THREADS:
                 torch.set_num_threads(threads)
@@ -177,8 +188,8 @@ def check(MOST, ROWS, THREADS, SHAPES):
                 for keep in (True, False):
                     same(gated(a, blocks, N // 2, bias, keep), gated(a, w, N // 2, bias, keep), "gated", *where)
                 for out in (dtype, torch.float32):
-                    same(backward(dy[:rows], blocks, K, out, None), backward(dy[:rows], w, K, out, None), "backward", *where)
-                same(backward(dy[:rows], blocks, K, torch.float32, h[:rows, :K]), backward(dy[:rows], w, K, torch.float32, h[:rows, :K]), *where)
+                    same(backward(dy[:rows], blocks, K, out, None), backward(dy[:rows], of_backward, K, out, None), "backward", *where)
+                same(backward(dy[:rows], blocks, K, torch.float32, h[:rows, :K]), backward(dy[:rows], of_backward, K, torch.float32, h[:rows, :K]), *where)
             whole = y if rows == MOST else whole
 """
 SHAPES = "check({0}, ({0}, 1, 2, 7, 9, 16, 65), (1, 2), ((146, 96), (96, 2048), (1100, 64)))\n"
@@ -216,7 +227,8 @@ def test_underflow_and_overflow_in_products_are_equal_for_quantised_and_dequanti
         x[2], x[3], x[4, 1:] = 0.0, -(2.0**-126), 0.0
     y, expected = torch.empty(rows, 70), torch.empty(rows, 70)
     C.linear_forward(x, blocks, None, y, False)
-    C.linear_forward(x, dense(blocks, 128, torch.bfloat16), None, expected, False)
+    dtype = torch.float32 if SINGLE else torch.bfloat16
+    C.linear_forward(x.to(dtype), dense(blocks, 128, dtype), None, expected, False)
     assert torch.equal(y.view(torch.int32), expected.view(torch.int32))
 
 

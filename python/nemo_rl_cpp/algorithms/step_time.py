@@ -230,8 +230,10 @@ class _Sample:
         trained = _shortest(lambda: self.model.train_part(batch, self.loss, gbs=batch.size))
         updated = _shortest(lambda: self.model._step(batch, 0.0, 0.0))
         scored = _shortest(lambda: self.model._score(self.model.model, batch))
-        work = self.costs.of_prompts(shape) + self.costs.of_responses(shape)
-        return scored / work, (trained - updated) / work, updated * self.factor
+        prompts, responses = self.costs.of_prompts(shape), self.costs.of_responses(shape)
+        spared = prompts / len(self.model.folder.native()["layers"])  # scoring leaves the last layer to the responses
+        work = prompts + responses
+        return scored / (work - spared), (trained - updated) / work, updated * self.factor
 
     def _batch(self) -> tuple[RaggedBatch, Shape]:
         """Return a batch like a micro-batch of the run, or smaller if that takes too long to measure, and its shape."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import warnings
@@ -15,6 +16,8 @@ from nemo_rl_cpp import __version__
 from nemo_rl_cpp.argument_checks import did_you_mean
 from nemo_rl_cpp.errors import report
 from nemo_rl_cpp.interrupts import Ended, nobody_reads, say, startup
+
+_OPTION = re.compile("--?[a-z][a-z-]*(=|$)")
 
 
 class Exit(SystemExit):
@@ -33,7 +36,16 @@ class OneLineParser(argparse.ArgumentParser):
             self.error(f"unknown arguments: {' '.join(rest)} (a text of several words goes into quotes)")
         return known
 
+    def parse_known_args(self, words: Sequence[str], namespace: None = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
+        self._words = words
+        return super().parse_known_args(words, namespace)
+
     def error(self, message: str) -> NoReturn:
+        if "arguments are required" in message:  # a misspelt option is the first thing to mend
+            options = (word.partition("=")[0] for word in self._words if _OPTION.match(word))
+            unknown = next((option for option in options if option not in self._option_string_actions), None)
+            if unknown is not None:
+                message = f"unknown option {unknown}; {did_you_mean(unknown, self._option_string_actions, message)}"
         print(f"error: {message}", file=sys.stderr)
         raise Exit(2)
 
@@ -127,6 +139,9 @@ def command_parser(name: str | None, description: str, examples: str) -> OneLine
     return parser
 
 
+_OPTIONS = ("--config", "--dry-run", "--kind", "--help", "--debug", "--version")
+
+
 def unknown_option(words: Sequence[str]) -> str | None:
     """Return an error message for the first of the arguments `words` that is an option, such as --x, or the name of a
     file, and not a configuration override; None if all are overrides."""
@@ -137,7 +152,8 @@ def unknown_option(words: Sequence[str]) -> str | None:
             continue
         name, equals, value = word.lstrip("-").partition("=")
         if "." not in name:
-            return f"unknown option {word} (--help lists the options; a key of the configuration is set by section.key=value)"
+            otherwise = "--help lists the options; a key of the configuration is set by section.key=value"
+            return f"unknown option {word}; {did_you_mean(word.partition('=')[0], _OPTIONS, otherwise, 0.75)}"
         following = words[i + 1] if i + 1 < len(words) else "--"
         given = value if equals else "VALUE" if "=" in following or following.startswith("--") else following
         return f"unknown option {word}: a key of the configuration is set without dashes, write {name}={given}"

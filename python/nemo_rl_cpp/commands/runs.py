@@ -85,10 +85,11 @@ def check(arguments: Sequence[str]) -> int:
     """Print every error in a configuration, or that there is none. Return the exit status."""
     what = "Check a configuration, its data and the code that it names, without loading a model."
     parser = command_parser("check", what, _CHECK_EXAMPLES)
-    parser.add_argument("--config", required=True, help="YAML file, or the name of a shipped one")
+    parser.add_argument("--config", help="YAML file, or the name of a shipped one")
     parser.add_argument("--kind", choices=tuple(KINDS), help="kind of run (default: by the file's sections)")
     known, overrides = parser.parse_known_args(arguments)
-    if message := unknown_option(overrides):
+    missing = None if known.config else "--config is missing: give a YAML file, or the name of a shipped one"
+    if message := unknown_option(overrides) or missing:
         print(f"error: {message}", file=sys.stderr)
         return 2
     try:

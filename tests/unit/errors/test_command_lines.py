@@ -39,7 +39,7 @@ def leaves_with(main, arguments):
     (["--grpo.seed=10"], "write grpo.seed=10"),
     (["--grpo.seed", "a.b=1"], "write grpo.seed=VALUE"),
     (["--policy.generation.temperature", "-1"], "write policy.generation.temperature=-1"),
-    (["grpo.seed=3", "--dryrun"], "unknown option --dryrun"),
+    (["grpo.seed=3", "--dryrun"], "unknown option --dryrun; did you mean --dry-run?"),
 ])  # fmt: skip
 def test_unknown_command_line_option_is_reported_in_one_line(words, message, capsys):
     assert message in unknown_option(words)
@@ -54,12 +54,24 @@ def test_unknown_command_line_option_is_reported_in_one_line(words, message, cap
 @pytest.mark.parametrize("words, message", [
     (["generate", "--model", "m", "--max-tokens", "5", "12"], "unknown option --max-tokens; did you mean --max-new-tokens?"),
     (["generate", "--model", "m", "-5+3="], "unknown option -5+3; --help lists the options, and a text that begins with a dash comes after --"),
+    (["generate", "--modle", "m", "12"], "unknown option --modle; did you mean --model?"),
+    (["generate", "-m", "m", "12"], "unknown option -m; the following arguments are required: --model"),
+    (["generate", "-5+3="], "the following arguments are required: --model"),
     (["chat", "--model", "m", "--temp=1"], "unknown option --temp; did you mean --temperature?"),
     (["serve", "--model", "m", "--served-model-name", ""], "--served-model-name is empty: give one, or leave it out"),
     (["train", "grpo_tiny.yaml"], "grpo_tiny.yaml is not an override: a file is given by --config grpo_tiny.yaml"),
 ])  # fmt: skip
 def test_error_for_an_invalid_command_line_option_says_what_to_write_instead(words, message, capsys):
     assert leaves_with(cli.main, words) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize("words, message", [
+    (["grpo_tiny.yaml"], "grpo_tiny.yaml is not an override: a file is given by --config grpo_tiny.yaml"),
+    (["grpo.seed=3"], "--config is missing: give a YAML file, or the name of a shipped one"),
+])  # fmt: skip
+def test_check_without_the_option_config_says_how_to_name_a_file(words, message, capsys):
+    assert cli.main(["check", *words]) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
 
 

@@ -88,13 +88,12 @@ class AnswerValidator(Validator):
         return ["val_loss", "num_samples", "num_tokens"]
 
     def run(self, step: int) -> ValidationResult:
-        """Return the metrics `val_loss` (the mean over all tokens), `num_samples` and `num_tokens`. A last batch of
-        fewer than `val_global_batch_size` rows is ignored, unless it is the only one. Raise ValueError without
-        tokens."""
+        """Return the metrics `val_loss` (the mean over all tokens), `num_samples` and `num_tokens`. Raise ValueError
+        without tokens."""
         start = time.perf_counter()
         losses, tokens, samples = [], 0, 0
         for number, rows in enumerate(self.loader):
-            if 0 < self.loop.val_batches <= number or (number and rows.size < self.loop.val_global_batch_size):
+            if 0 < self.loop.val_batches <= number:
                 break
             batch = build_train_batch(
                 given_answers(rows)[0], pad_token_id=self.tokenizer.pad_token_id, is_trained=spoken_by_assistant,

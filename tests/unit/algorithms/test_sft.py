@@ -5,14 +5,15 @@ import math
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms.algorithm import EqualAdvantages, given_answers
+from nemo_rl_cpp.algorithms.algorithm import AnswerValidator, EqualAdvantages, given_answers
 from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.hooks import summary
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.algorithms.parts import make_tokenizer
 from nemo_rl_cpp.config import ConfigError, load_grpo_config
-from nemo_rl_cpp.config.distillation import SFTLossConfig
+from nemo_rl_cpp.config.distillation import SFTConfig, SFTLossConfig
 from nemo_rl_cpp.config.loader import load_sft_config
+from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
 from nemo_rl_cpp.data.processors import sft_processor
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
@@ -103,6 +104,36 @@ def test_sft_trains_the_same_weights_with_and_without_sequence_packing(rows):
         assert results[0]["loss"].tolist() == pytest.approx(results[1]["loss"].tolist(), rel=1e-6)
     for name, weight in packed.state_dict().items():
         torch.testing.assert_close(weight, alone.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batches, counted", [(0, 7), (-1, 7), (2, 6), (3, 7), (9, 7)])
+def test_sft_validation_loss_is_the_mean_over_the_tokens_of_all_rows_also_of_a_smaller_last_batch(batches, counted):
+    """The loss of a row is its number. Row i has i + 1 trained tokens, and a batch has 3 of the 7 rows."""
+    rows = [
+        {"message_log": [{"role": "user", "content": "", "token_ids": torch.tensor([3])},
+                         {"role": "assistant", "content": "", "token_ids": torch.full((i + 1,), i + 1)}],
+         "length": i + 2, "loss_multiplier": 1.0, "extra_env_info": {}, "idx": i}
+        for i in range(7)
+    ]  # fmt: skip
+
+    class Model:
+        skips_prev_logprobs = True
+
+        def train(self, batch, loss_fn, eval_mode, gbs, mbs):
+            assert eval_mode and gbs == batch.size and mbs == 1
+            return {"loss": batch.input_ids[batch.token_mask != 0].double().mean()}
+
+    loop = SFTConfig(val_batches=batches, val_global_batch_size=3)
+    policy = load_grpo_config("grpo_tiny.yaml").policy
+    loader = StatefulDataLoader(rows, 3)
+    validator = AnswerValidator(None, loader, tiny_tokenizer(), {}, loop, policy, model=Model(), loss_fn=LOSS)
+    numbers = [i + 1 for i in range(counted) for _ in range(i + 1)]
+    expected = {
+        "val_loss": pytest.approx(sum(numbers) / len(numbers)),
+        "num_samples": counted,
+        "num_tokens": len(numbers),
+    }
+    assert validator.run(1).metrics == expected
 
 
 # ---- runs

@@ -12,7 +12,8 @@ from nemo_rl_cpp import cli
 from nemo_rl_cpp.commands.export import FORMATS
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.hub.sources import ModelFolderError
-from nemo_rl_cpp.models.gguf_export import compare_with_folder, export_gguf
+from nemo_rl_cpp.models.gguf_export import check_family, compare_with_folder, export_gguf
+from nemo_rl_cpp.models.hf_config import canonical_config
 from tokenizers import Tokenizer as Backend
 from tokenizers import models as token_models
 from tokenizers import pre_tokenizers
@@ -24,6 +25,7 @@ CHANGES = {
     ),
     "gemma3": dict(
         query_pre_attn_scalar=16,
+        final_logit_softcapping=2.0,
         num_hidden_layers=7,
         layer_types=[*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
     ),
@@ -31,6 +33,9 @@ CHANGES = {
     "mistral_window": dict(sliding_window=70),
     "qwen3_windows": dict(sliding_window=70),
     "phi3": dict(sliding_window=70),
+    "phi3_longrope": dict(
+        rope_parameters={**models.configurations()["phi3_longrope"].rope_parameters, "attention_factor": 1.3}
+    ),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_tied_other_layers"), dict(linear_key_head_dim=32)),
 }
 REFUSED = {
@@ -132,6 +137,34 @@ def test_gguf_export_of_a_model_that_llama_cpp_does_not_support_is_an_error(name
     with pytest.raises(ModelFolderError, match=REFUSED[name]):
         export_gguf(folder, tmp_path / "model.gguf", "f32")
     assert not [path for path in tmp_path.iterdir() if path.is_file()]
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    "config, reason",
+    [
+        ({"model_type": "llama", "rope_scaling": YARN | {"attention_factor": 0.7}}, "yarn by attention_factor"),
+        ({"model_type": "qwen2", "rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}, "yarn by mscale, mscale_all_dim"),
+        ({"model_type": "qwen3", "rope_scaling": YARN | {"beta_slow": 2}}, "yarn by beta_slow"),
+        ({"model_type": "llama", "rope_scaling": YARN | {"truncate": False}}, "yarn by truncate"),
+        ({"model_type": "smollm3", "mlp_bias": True}, "biases"),
+        ({"model_type": "olmo2", "attention_bias": True}, "biases"),
+        ({"model_type": "olmo2", "tie_word_embeddings": True}, "tie_word_embeddings true"),
+        ({"model_type": "gemma2", "tie_word_embeddings": False}, "tie_word_embeddings false"),
+        ({"model_type": "gemma2", "final_logit_softcapping": None}, "a softcapping of null"),
+        ({"model_type": "gemma2", "layer_types": ["sliding_attention", *["full_attention"] * 25]}, "windows in other layers than every second"),
+        ({"model_type": "gemma3_text", "layer_types": ["full_attention"] * 26}, "full attention in every layer"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "rope scaling of layers with windows"),
+        ({"model_type": "qwen2", "head_dim": 64}, "heads of 2048 numbers together and hidden_size 4096"),
+        ({"model_type": "qwen3_5_text", "layer_types": ["full_attention"] * 32}, "full attention in every layer"),
+    ],
+)  # fmt: skip
+def test_gguf_export_of_a_variant_of_a_family_that_llama_cpp_does_not_compute_is_an_error(config, reason):
+    check_family(canonical_config({"model_type": config["model_type"]}))
+    with pytest.raises(ModelFolderError, match=f"a {config['model_type']} model with {reason}.* is not computed"):
+        check_family(canonical_config(config))
 
 
 def tokenizer_folder(name, root):

@@ -166,6 +166,8 @@ def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
             for which in ("long", "short")
         }
         config["rope_scaling"] = {"type": "longrope", **factors}
+        if (factor := _value(reader, "{arch}.rope.scaling.attn_factor")) is not None:
+            config["rope_scaling"]["attention_factor"] = _short(factor)
         config["original_max_position_embeddings"] = int(original or config["max_position_embeddings"])
     elif kind in ("linear", "yarn"):
         scaling: dict[str, Plain] = {"rope_type": kind, "factor": _short(_value(reader, "{arch}.rope.scaling.factor"))}

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,31 +116,61 @@ def check_family(config: Mapping[str, Plain]) -> None:
             f"a model of type {kind} is not written as GGUF; {', '.join(FAMILIES)} are. Convert the folder with llama.cpp's "
             "convert_hf_to_gguf.py"
         )
-    family, made = FAMILIES[kind], SUPPORTED_ARCHITECTURES[kind]
-    native = hf_config.native_config(config)
-    scaling, kinds = rope.of_kind(config, FULL)["rope_scaling"], made.layer_types(config)
-    every = [*kinds, FULL].index(FULL) + 1  # the first layer with full attention, from 1
-    wrong = None
-    if scaling is not None and scaling["rope_type"] not in family.scalings:
-        wrong = f"rope scaling of type {scaling['rope_type']}"
-    elif native["activation"] != ("gelu_tanh" if kind.startswith("gemma") else "silu"):
-        wrong = f"the activation {native['activation']}"
-    elif kind == "smollm3" and made.rotary(config) != [(i + 1) % 4 != 0 for i in range(config["num_hidden_layers"])]:
-        wrong = "no rotary embeddings in other layers than every fourth"
-    elif kind == "gemma2" and kinds[:2] != [SLIDING, FULL]:
-        wrong = "windows in other layers than every second"
-    elif kind == "qwen3" and config["attention_bias"]:
-        wrong = "attention_bias"
-    elif kind.startswith("gemma") and config["query_pre_attn_scalar"] != config["head_dim"]:
-        wrong = f"query_pre_attn_scalar {config['query_pre_attn_scalar']} with heads of {config['head_dim']}"
-    elif kind.startswith("qwen3_5") and config["linear_value_head_dim"] != config["linear_key_head_dim"]:
-        wrong = f"linear_value_head_dim {config['linear_value_head_dim']} and linear_key_head_dim {config['linear_key_head_dim']}"
-    elif kind.startswith("qwen3_5") and any(
-        (each == FULL) != ((layer + 1) % every == 0) for layer, each in enumerate(kinds)
-    ):
-        wrong = "full attention in other layers than every n-th"
-    if wrong is not None:
+    if (wrong := next(_differences(config), None)) is not None:
         raise ModelFolderError(f"a {kind} model with {wrong} is not computed by llama.cpp, so no GGUF file is written")
+
+
+def _differences(config: Mapping[str, Plain]) -> Iterator[str]:
+    """Yield each property of the model that llama.cpp does not compute, or that a file cannot tell it."""
+    kind = config["model_type"]
+    family, made, native = FAMILIES[kind], SUPPORTED_ARCHITECTURES[kind], hf_config.native_config(config)
+    kinds = made.layer_types(config)
+    yield from _rope_differences(config)
+    if native["activation"] != ("gelu_tanh" if kind.startswith("gemma") else "silu"):
+        yield f"the activation {native['activation']}"
+    if (native["output_bias"] or native["mlp_bias"]) and family.architecture not in ("llama", "granite"):
+        yield "biases (attention_bias, mlp_bias)"
+    width = config["num_attention_heads"] * config["head_dim"]
+    if kind in ("qwen2", "olmo2", "phi3") and width != config["hidden_size"]:
+        yield f"heads of {width} numbers together and hidden_size {config['hidden_size']}"
+    if kind in ("olmo2", "gemma2") and config["tie_word_embeddings"] != (kind == "gemma2"):
+        yield f"tie_word_embeddings {str(config['tie_word_embeddings']).lower()}"
+    if kind == "gemma2" and not (config["attn_logit_softcapping"] and config["final_logit_softcapping"]):
+        yield "a softcapping of null"
+    if kind == "gemma2" and kinds != [FULL if i % 2 else SLIDING for i in range(len(kinds))]:
+        yield "windows in other layers than every second"
+    if kind == "gemma3_text" and SLIDING not in kinds:
+        yield "full attention in every layer"
+    if kind.startswith("gemma") and config["query_pre_attn_scalar"] != config["head_dim"]:
+        yield f"query_pre_attn_scalar {config['query_pre_attn_scalar']} with heads of {config['head_dim']}"
+    if kind.startswith("qwen3_5"):
+        yield from _recurrent_differences(config, kinds)
+
+
+def _rope_differences(config: Mapping[str, Plain]) -> Iterator[str]:
+    full, made = rope.of_kind(config, FULL), SUPPORTED_ARCHITECTURES[config["model_type"]]
+    scaling, layers = full["rope_scaling"], range(config["num_hidden_layers"])
+    if scaling is not None and scaling["rope_type"] not in FAMILIES[config["model_type"]].scalings:
+        yield f"rope scaling of type {scaling['rope_type']}"
+    elif scaling is not None and scaling["rope_type"] == "yarn":
+        plain = {key: scaling[key] for key in ("rope_type", "factor", "original_max_position_embeddings")}
+        if rope.rope_frequencies(full, 0) != rope.rope_frequencies({**full, "rope_scaling": plain}, 0):
+            yield f"yarn by {', '.join(sorted(scaling.keys() - plain.keys()))}"
+    if made.local_rope is not None and rope.of_kind(config, SLIDING)["rope_scaling"] is not None:
+        yield "rope scaling of layers with windows"
+    if config["model_type"] == "smollm3" and made.rotary(config) != [(i + 1) % 4 != 0 for i in layers]:
+        yield "no rotary embeddings in other layers than every fourth"
+
+
+def _recurrent_differences(config: Mapping[str, Plain], kinds: Sequence[str]) -> Iterator[str]:
+    value_dim, key_dim = config["linear_value_head_dim"], config["linear_key_head_dim"]
+    every = [*kinds, FULL].index(FULL) + 1  # the first layer with full attention, from 1
+    if value_dim != key_dim:
+        yield f"linear_value_head_dim {value_dim} and linear_key_head_dim {key_dim}"
+    if any((each == FULL) != ((layer + 1) % every == 0) for layer, each in enumerate(kinds)):
+        yield "full attention in other layers than every n-th"
+    if RECURRENT not in kinds:
+        yield "full attention in every layer"
 
 
 def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, kind: str) -> None:
@@ -161,7 +191,7 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
     for key, known in (CONFIG_KEYS | optional).items():
         writer.add_uint32(f"{family.architecture}.{key}", written[known])
     for key, known in NUMBERS.items():
-        if known in made.defaults and config[known]:
+        if (known in made.defaults or known == "final_logit_softcapping") and config.get(known):
             writer.add_float32(f"{family.architecture}.{key}", config[known])
     if family.has_windows and window is not None:
         writer.add_sliding_window(window)
@@ -191,9 +221,6 @@ def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
     writer.add_rope_scaling_factor(float(scaling["factor"]))
     if scaling["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(original)
-        for key in ("beta_fast", "beta_slow"):
-            if scaling.get(key):
-                getattr(writer, f"add_rope_scaling_yarn_{key}")(float(scaling[key]))
 
 
 _EXACT = ("ssm_conv1d.weight", "ssm_alpha.weight", "ssm_beta.weight", "ffn_gate_inp.weight")

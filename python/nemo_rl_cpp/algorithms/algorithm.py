@@ -198,7 +198,8 @@ class Algorithm:
     # moments and weight decay alone would change the weights, of both models in PPO, as often as a step has updates. A
     # GRPO run continues as in NeMo RL, and the report shows that nothing was learned.
     needs_tokens: bool
-    has_rewards: bool = True  # whether samples have rewards. If not, metrics of rewards are omitted.
+    # whether samples have rewards. If not, nothing was generated: metrics of rewards and rollouts are omitted.
+    has_rewards: bool = True
 
 
 def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:

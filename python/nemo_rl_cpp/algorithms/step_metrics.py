@@ -116,11 +116,17 @@ def batch_metrics(samples: Rollouts, batch: TrainBatch) -> dict[str, float]:
     return metrics
 
 
-def without_rewards(metrics: Metrics) -> Metrics:
-    """Return `metrics` without those that are computed from rewards and advantages."""
-    names = ("reward", "accuracy", "zero_std_groups", "reward_of_truncated")
-    groups = ("baseline_reward/", "advantages/", "groups/")
-    return {name: value for name, value in metrics.items() if name not in names and not name.startswith(groups)}
+_OF_ROLLOUTS = {
+    "reward", "accuracy", "zero_std_groups", "reward_of_truncated", "approx_entropy", "gen_kl_error", "policy_kl_error",
+    "js_divergence_error", "sampling_importance_ratio", "stale_samples", "token_mult_prob_error", "total_rollout_tokens",
+}  # fmt: skip
+_PREFIXES_OF_ROLLOUTS = ("baseline_reward/", "advantages/", "groups/", "probs_ratio")
+
+
+def without_rollouts(metrics: Metrics) -> Metrics:
+    """Return `metrics` without those that are computed from rewards, advantages and sampled tokens."""
+    kept = metrics.keys() - _OF_ROLLOUTS
+    return {name: v for name, v in metrics.items() if name in kept and not name.startswith(_PREFIXES_OF_ROLLOUTS)}
 
 
 def baseline_metrics(baseline: torch.Tensor) -> dict[str, float]:

@@ -151,9 +151,9 @@ def performance_metrics(
 
     A rate is a count divided by the seconds of a stage. `timing` has the seconds of each stage, under NeMo RL's labels.
     `total_num_tokens` counts the prompt and response tokens of the trained samples. As in NeMo RL, it is the numerator
-    of every token rate except generation's, whose numerator is `num_rollout_tokens` (of all generated rollouts) if
-    given. `decode_tokens_per_sec` is the rate of `num_generated_tokens` alone. Rates of stages that did not run are
-    omitted."""
+    of every token rate except generation's, whose numerator is `num_rollout_tokens` (of all generated rollouts; None:
+    nothing was generated). `decode_tokens_per_sec` is the rate of `num_generated_tokens` alone. Rates of stages that
+    did not run are omitted."""
     step, generation = timing.get("total_step_time", 0.0), timing.get("generation", 0.0)
     training, logprobs = timing.get("policy_training", 0.0), timing.get("policy_and_reference_logprobs", 0.0)
     metrics: dict[str, float] = {}
@@ -166,8 +166,8 @@ def performance_metrics(
 
     rate("samples_per_sec", num_samples, step, devices.total)
     rate("tokens_per_sec", total_num_tokens, step, devices.total)
-    made = total_num_tokens if num_rollout_tokens is None else num_rollout_tokens
-    rate("generation_tokens_per_sec", made, generation, devices.generation)
+    if num_rollout_tokens is not None:
+        rate("generation_tokens_per_sec", num_rollout_tokens, generation, devices.generation)
     rate("policy_training_tokens_per_sec", total_num_tokens, training, devices.training, whole=False)
     rate("policy_and_reference_logprobs_tokens_per_sec", total_num_tokens, logprobs, devices.training, whole=False)
     rate("training_worker_group_tokens_per_sec", total_num_tokens, training + logprobs, devices.training)

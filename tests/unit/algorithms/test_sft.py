@@ -176,9 +176,13 @@ def test_sft_run_lowers_the_loss_and_resumes_bit_identically(tmp_path):
     assert second.policy.weight_digest() == whole.policy.weight_digest()
     assert second.validations[-1]["val_loss"] == whole.validations[-1]["val_loss"]
     assert (whole.log_dir / "report.html").is_file()
-    assert (
-        not {"reward", "accuracy", "advantages/mean", "baseline_reward/pct_0", "groups/num"} & whole.history[0].keys()
-    )
+    of_rollouts = {
+        "reward", "accuracy", "advantages/mean", "baseline_reward/pct_0", "groups/num", "probs_ratio", "probs_ratio_min",
+        "approx_entropy", "token_mult_prob_error", "sampling_importance_ratio", "generation_tokens_per_sec",
+    }  # fmt: skip
+    assert not of_rollouts & whole.history[0].keys()
+    report = (whole.log_dir / "report.html").read_text()
+    assert "trainer and generator agree" not in report and "entropy collapsed" not in report
     table = summary(whole, 0, 1.0)
     assert "reward" not in table and table["loss"] == f"{losses[0]:.3f} -> {losses[-1]:.3f}"
 

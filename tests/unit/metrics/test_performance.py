@@ -5,10 +5,12 @@ from nemo_rl_cpp.rollouts.rollout_metrics import group_reward_metrics, rewards_b
 
 def test_performance_metrics_match_hand_computed_values():
     timing = {"total_step_time": 10.0, "generation": 4.0, "policy_training": 3.0, "policy_and_reference_logprobs": 2.0}
-    metrics = performance_metrics(timing, num_samples=64, total_num_tokens=1200, num_generated_tokens=800)
+    metrics = performance_metrics(
+        timing, num_samples=64, total_num_tokens=1200, num_generated_tokens=800, num_rollout_tokens=1400
+    )
     assert metrics == pytest.approx({
         "samples_per_sec": 6.4, "samples_per_sec_per_gpu": 6.4, "tokens_per_sec": 120.0,
-        "tokens_per_sec_per_gpu": 120.0, "generation_tokens_per_sec": 300.0, "generation_tokens_per_sec_per_gpu": 300.0,
+        "tokens_per_sec_per_gpu": 120.0, "generation_tokens_per_sec": 350.0, "generation_tokens_per_sec_per_gpu": 350.0,
         "policy_training_tokens_per_sec_per_gpu": 400.0, "policy_and_reference_logprobs_tokens_per_sec_per_gpu": 600.0,
         "training_worker_group_tokens_per_sec": 240.0, "training_worker_group_tokens_per_sec_per_gpu": 240.0,
         "decode_tokens_per_sec": 200.0,
@@ -23,7 +25,7 @@ def test_shares_of_equal_and_mixed_reward_groups_exclude_groups_of_one_sample():
 
 def test_throughput_per_device_matches_hand_computed_values():
     timing = {"total_step_time": 10.0, "generation": 4.0, "policy_training": 3.0, "policy_and_reference_logprobs": 2.0}
-    counts = dict(num_samples=64, total_num_tokens=1200)
+    counts = dict(num_samples=64, total_num_tokens=1200, num_rollout_tokens=1200)
     found = performance_metrics(timing, devices=Devices(total=5, training=3, generation=2), **counts)
     assert found["samples_per_sec_per_gpu"] == pytest.approx(6.4 / 5)
     assert found["tokens_per_sec_per_gpu"] == pytest.approx(120 / 5)

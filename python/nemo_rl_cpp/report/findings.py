@@ -232,7 +232,7 @@ def unmatchable_truths(h: MetricHistory) -> Found:
 
 @rule(REWARD)
 def reward_trend(h: MetricHistory) -> Found:
-    """Report whether the reward rose, fell or stayed the same, beyond the noise between steps."""
+    """Report whether the reward rose or fell beyond the noise between steps, or, except in a distillation, neither."""
     trend = h.trend(REWARD)
     if trend is None:
         return None
@@ -242,6 +242,8 @@ def reward_trend(h: MetricHistory) -> Found:
     if trend.sigmas < -3:
         advice = "Look at the learning rate, the KL weight and the samples with the highest rewards."
         return "bad", f"The reward fell {span}", advice
+    if _loop(h) == "distillation":  # it does not learn from rewards
+        return None
     advice = (
         "The change is within the noise between steps: more steps, a higher learning rate or an easier task would "
         "show whether the policy learns."

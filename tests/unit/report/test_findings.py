@@ -159,6 +159,12 @@ def test_group_warnings_are_omitted_if_the_advantage_estimator_uses_no_groups():
     assert findings.equal_rewards(silent()).level == "bad"
 
 
+def test_distillation_whose_reward_does_not_move_is_no_warning_because_its_loss_reads_no_rewards():
+    rows = [{"step": step, "train/reward": reward} for step, reward in enumerate(noisy([0.3] * 40), start=1)]
+    assert findings.reward_trend(MetricHistory(rows, SETTINGS)).level == "warn"
+    assert findings.reward_trend(MetricHistory(rows, {"distillation": {"max_num_steps": 40}})) is None
+
+
 # ---- in the terminal: when findings are printed, how often, and what the last table says
 
 DEAD = {

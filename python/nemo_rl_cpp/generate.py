@@ -123,7 +123,7 @@ class TextGenerator:
         """Continue a text, or respond to messages ({"role": ..., "content": ...}) through the model's chat template.
 
         Temperature 0 is greedy decoding. The same seed gives the same text. `on_text` is called with each piece of text
-        once it is final (a character may take several tokens); bytes that form no character become U+FFFD, as in
+        once it is final (a character may take several tokens, and what may begin a stop string waits); bytes that form no character become U+FFFD, as in
         transformers. The text ends at a stop token, after a stop string, after `max_new_tokens`, or at the model's last
         position. Raise ValueError for invalid arguments."""
         prompt = prompt_of(prompt, "the prompt", may_be_empty=True)
@@ -136,7 +136,8 @@ class TextGenerator:
         if rule["stop_strings"] and not self._knows_bytes:
             self._model.set_token_bytes(token_bytes_table(self.tokenizer, self._vocab_size))
             self._knows_bytes = True
-        stream, tokens, pieces = TextStream(self.tokenizer, ids), [], []
+        stops = tuple(rule["stop_strings"])
+        stream, tokens, pieces = TextStream(self.tokenizer, ids, stops=stops, keep_stop=True), [], []
 
         def give(texts: list[str]) -> None:
             if piece := "".join(texts):

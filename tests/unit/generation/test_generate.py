@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import served
 import torch
 from nemo_rl_cpp.cli import main
 from nemo_rl_cpp.config.policy import PolicyConfig
@@ -79,6 +80,20 @@ def test_finish_reason_is_length_at_the_token_limit_and_stop_at_a_stop_string_or
     assert stopped.finish_reason == "stop" and stopped.text == whole.text[: whole.text.index(stop) + 2]
     ended = next(text for text in texts if EOS in text.token_ids)
     assert ended.finish_reason == "stop" and ended.token_ids[-1] == EOS and "<eos>" not in ended.text
+
+
+def test_generated_text_ends_after_the_stop_string_also_in_the_middle_of_a_token(tmp_path):
+    generator, pieces = TextGenerator(served.make_folder(tmp_path), precision="float32"), []
+    tokens = [generator.tokenizer.decode([i]) for i in generator.generate("hello", seed=1, max_new_tokens=40).token_ids]
+    index = next(
+        i
+        for i, text in enumerate(tokens)
+        if len(text.strip()) > 1 and text.isascii() and text[0] not in "".join(tokens[:i])
+    )
+    stop = tokens[index][0]
+    done = generator.generate("hello", seed=1, max_new_tokens=40, stop_strings=["never", stop], on_text=pieces.append)
+    assert done.text == "".join(pieces) and done.text.index(stop) == len(done.text) - 1
+    assert done.finish_reason == "stop" and len(done.token_ids) == index + 1
 
 
 def test_text_generation_stops_at_the_position_limit_of_the_model(folder):

@@ -90,32 +90,35 @@ class BlockTerms {
   __m256 scales_;
 };
 
-/// sums[r][width] = kHalves halves of the 16 rows of w whose tiles follow `tiles`, from `first` on, times kRows rows of
-/// packed x.
-template <BlockFormat kFormat, int kRows, int kHalves>
-[[gnu::noinline]] void multiply_halves(const LinearInput<bfloat16>& p, const std::byte* tiles, int first,
+/// sums[r][width] = kHalves halves, from `first` on, of kTiles times 16 rows of w, whose tiles follow rows[tile], times
+/// kRows rows of packed x.
+template <BlockFormat kFormat, int kRows, int kTiles, int kHalves>
+[[gnu::noinline]] void multiply_halves(const LinearInput<bfloat16>& p, const std::byte* const* rows, int first,
                                        std::int64_t ahead, float* sums, std::int64_t width) {
-  __m256 chains[kRows][kHalves];
+  constexpr int kParts = kTiles * kHalves;
+  __m256 chains[kRows][kParts];
   for (auto& row : chains)
     for (auto& chain : row) chain = _mm256_setzero_ps();
   const auto* x = static_cast<const float*>(p.packed);
-  const std::int64_t row_step = packed_row_words<bfloat16>(p.K);
-  BlockTerms<kFormat> terms[kHalves];
-  for (std::int64_t block = 0; block < p.K / kBlockTerms; ++block, tiles += block_tile_bytes(kFormat)) {
-    ask_for<kFormat>(tiles + ahead);
-    for (int half = 0; half < kHalves; ++half) terms[half].read(tiles, first + half);
+  const std::int64_t row_step = packed_row_words<bfloat16>(p.K), end = block_row_bytes(kFormat, p.K) * kBlockTileRows;
+  BlockTerms<kFormat> terms[kParts];
+  for (std::int64_t offset = 0; offset < end; offset += block_tile_bytes(kFormat)) {
+    for (int i = 0; i < kParts; ++i) {
+      const std::byte* const tile = rows[i / kHalves] + offset;
+      if (first + i % kHalves == 0) ask_for<kFormat>(tile + ahead);
+      terms[i].read(tile, first + i % kHalves);
+    }
 #pragma GCC unroll 4
     for (int step = 0; step < kTermSteps; ++step, x += kStepTerms) {
-      __m256i codes[kHalves][2];
-      for (int half = 0; half < kHalves; ++half) terms[half].step(step, codes[half]);
+      __m256i codes[kParts][2];
+      for (int i = 0; i < kParts; ++i) terms[i].step(step, codes[i]);
       [&]<int... kTerm>(std::integer_sequence<int, kTerm...>) __attribute__((always_inline)) {
         const auto add = [&]<int kEach>() __attribute__((always_inline)) {
-          for (int half = 0; half < kHalves; ++half) {
-            const __m256 weights = terms[half].template weight<kEach>(codes[half]);
+          for (int i = 0; i < kParts; ++i) {
+            const __m256 weights = terms[i].template weight<kEach>(codes[i]);
 #pragma GCC unroll 8
             for (int r = 0; r < kRows; ++r)
-              chains[r][half] =
-                  _mm256_fmadd_ps(weights, _mm256_broadcast_ss(x + r * row_step + kEach), chains[r][half]);
+              chains[r][i] = _mm256_fmadd_ps(weights, _mm256_broadcast_ss(x + r * row_step + kEach), chains[r][i]);
           }
         };
         (add.template operator()<kTerm>(), ...);
@@ -123,19 +126,22 @@ template <BlockFormat kFormat, int kRows, int kHalves>
     }
   }
   for (int r = 0; r < kRows; ++r)
-    for (int half = 0; half < kHalves; ++half)
-      _mm256_storeu_ps(sums + r * width + (first + half) * kTermLanes,
-                       BlockTerms<kFormat>::rows_in_lanes(chains[r][half]));
+    for (int i = 0; i < kParts; ++i)
+      _mm256_storeu_ps(sums + r * width + i / kHalves * kBlockTileRows + (first + i % kHalves) * kTermLanes,
+                       BlockTerms<kFormat>::rows_in_lanes(chains[r][i]));
 }
 
 /// sums[r][width] = kGroups times 16 rows of w, whose tiles follow rows[group], times kRows rows of packed x.
 template <BlockFormat kFormat, int kRows, int kGroups>
 void multiply_groups(const LinearInput<bfloat16>& p, const std::byte* const* rows, std::int64_t ahead, float* sums,
                      std::int64_t width) {
-  constexpr int kAtOnce = kRows <= 4 ? kTileHalves : 1;  // more sums do not fit into registers
-  for (int g = 0; g < kGroups; ++g)
-    for (int half = 0; half < kTileHalves; half += kAtOnce)
-      multiply_halves<kFormat, kRows, kAtOnce>(p, rows[g], half, ahead, sums + g * kBlockTileRows, width);
+  // Sums enough that none waits for its last term, and no more than fit into registers. Both halves of a tile of q4_0
+  // are in the same cache lines, so that memory is still read once and in order.
+  constexpr bool kOneHalf = kRows > 4 || (kRows == 1 && kFormat == BlockFormat::q4_0);
+  constexpr int kTiles = kRows == 1 && kOneHalf ? kGroups : 1, kHalves = kOneHalf ? 1 : kTileHalves;
+  for (int g = 0; g < kGroups; g += kTiles)
+    for (int half = 0; half < kTileHalves; half += kHalves)
+      multiply_halves<kFormat, kRows, kTiles, kHalves>(p, rows + g, half, ahead, sums + g * kBlockTileRows, width);
 }
 
 /// sums[r][width], 16 of a row, = or += `terms` terms of kRows rows of packed x times w[term][16].

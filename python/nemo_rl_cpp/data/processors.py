@@ -155,6 +155,17 @@ def system_message(spec: TaskDataSpec) -> list[ChatMessage]:
     return [{"role": "system", "content": text}] if text else []
 
 
+def _with_system(messages: list[ChatMessage], spec: TaskDataSpec) -> list[ChatMessage]:
+    """Return the messages after the system message, if any. Raise ValueError if they have one of their own."""
+    system = system_message(spec)
+    if system and any(message["role"] in ("system", "developer") for message in messages):
+        raise ValueError(
+            "the row has a system message of its own and system_prompt_file is set: a prompt has one; set system_prompt_file "
+            "to null, or take the rows' system messages out"
+        )
+    return [*system, *messages]
+
+
 def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerType) -> list[Entry]:
     """Return the system entry (if any) and the user entry of a prompt, split where the rendered system message ends."""
     messages: list[ChatMessage] = [*system_message(spec), {"role": "user", "content": question}]
@@ -194,13 +205,7 @@ def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerTyp
     and the conversation up to the last question, with the row's "tools". A last message of the assistant is the ground
     truth."""
     messages, info = _asked(row, spec, "math_hf_data_processor")
-    system = system_message(spec)
-    if system and any(message["role"] in ("system", "developer") for message in messages):
-        raise ValueError(
-            "the row has a system message of its own and system_prompt_file is set: a prompt has one; set system_prompt_file "
-            "to null, or take the rows' system messages out"
-        )
-    messages = [*system, *messages]
+    messages = _with_system(messages, spec)
     text = render_prompt(tokenizer, messages, tools=tools_of(row))
     return Prompt([Entry("user", text, prompt_ids(tokenizer, text, messages))], info)
 
@@ -226,7 +231,7 @@ def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType)
     `messages`, with the system prompt. The prompt's text is their contents, joined by newlines; agents do not get
     it."""
     messages, info = _asked(row, spec, "agent_data_processor")
-    messages = [*system_message(spec), *messages]
+    messages = _with_system(messages, spec)
     text = "\n".join(str(message["content"]) for message in messages)
     return Prompt([Entry("user", text, prompt_ids(tokenizer, text))], {**info, "messages": messages})
 
@@ -258,7 +263,7 @@ def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Pro
     answer = info["ground_truth"]
     if not isinstance(answer, str) or not answer:
         raise ValueError("the row has no answer to train: 'messages' must end with a message of the assistant, a text")
-    messages = [*system_message(spec), *messages, {"role": "assistant", "content": answer}]
+    messages = [*_with_system(messages, spec), {"role": "assistant", "content": answer}]
     entries: list[Entry] = []
     done, end = "", tokenizer.eos_token or ""
     for i, message in enumerate(messages):

@@ -5,10 +5,12 @@ from fakes import ByteTokenizer
 from nemo_rl_cpp.data.chat_template import ChatTemplateError
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
 from nemo_rl_cpp.data.processors import (
+    agent_data_processor,
     math_data_processor,
     math_hf_data_processor,
     multichoice_qa_processor,
     raw_completion_data_processor,
+    sft_processor,
 )
 
 BLOCKS = (  # one system block, a default one without a system message
@@ -111,9 +113,10 @@ def test_system_message_and_earlier_turns_of_a_data_row_are_kept_in_the_prompt(c
     assert datum["extra_env_info"] == {"ground_truth": "d"}
 
 
-def test_system_message_in_a_data_row_together_with_a_system_prompt_file_is_an_error(chat, spec):
+@pytest.mark.parametrize("process", [math_hf_data_processor, sft_processor, agent_data_processor])
+def test_system_message_in_a_data_row_together_with_a_system_prompt_file_is_an_error(chat, spec, process):
     with pytest.raises(ValueError, match="system message of its own and system_prompt_file is set"):
-        math_hf_data_processor(conversation(("system", "S"), ("user", "a"), ("assistant", "b")), spec, chat, None, 0)
+        process(conversation(("system", "S"), ("user", "a"), ("assistant", "b")), spec, chat, None, 0)
 
 
 def test_tool_definitions_of_a_data_row_are_passed_to_the_chat_template(chat):

@@ -209,7 +209,8 @@ _GPT_OSS_ROPE = {
 _QWEN3_5_LAYERS = Architecture(
     "Qwen3_5Text", _DEFAULTS["qwen3_5_text"], biases=(), qk_norm="head", norm_offset=1.0, partial_rotary=True,
     layer_types=lambda form: _listed(form, form["full_attention_interval"], RECURRENT), lists_layers=True, output_gate=True,
-    only={"attention_bias": False}, recurrent=RECURRENT_SIZES,
+    only={"attention_bias": False, "hidden_act": "silu"},  # also the activation of gated delta nets
+    recurrent=RECURRENT_SIZES,
 )  # fmt: skip
 _BEHIND = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
 _AROUND = {"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm", **_BEHIND}

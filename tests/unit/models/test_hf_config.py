@@ -165,6 +165,7 @@ def test_maximum_sequence_length_selects_the_short_or_long_longrope_table():
     "config, sentence",
     [
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is True, which is not supported"),
+        ({"model_type": "qwen3_next", "hidden_act": "gelu_pytorch_tanh"}, "hidden_act is 'gelu_pytorch_tanh', which is not supported: .silu. was expected"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, which is not supported: null was expected"),
         ({"model_type": "gemma2", "final_logit_softcapping": -1}, "final_logit_softcapping is -1, but a number above 0 was expected"),
         ({"model_type": "olmo3", "layer_types": ["chunked_attention"] * 4}, "layer_types has .'chunked_attention'., which is not supported"),

@@ -250,6 +250,7 @@ WHOLE = {
     "nemotron_h with experts as released folders have it": of("nemotron_h_moe", lambda f: f.config(["layers_block_type"], hybrid_override_pattern="ME*M", num_hidden_layers=4, mtp_hybrid_override_pattern="*E", rope_theta=10000, partial_rotary_factor=1.0).tensors(lambda w: w | {"mtp.layers.0.norm.weight": torch.ones(32)})),
     "nemotron_h, other names of layers": of("nemotron_h", lambda f: f.config(layers_block_type=["mamba", "mlp", "attention", "mamba"], time_step_limit=[0.0, float("inf")])),
     "mistral, windows in some layers": of("window", lambda f: f.config(layer_types=["full_attention", "sliding_attention"])),
+    "ministral": of("window", lambda f: f.config(model_type="ministral", layer_types=["full_attention", "sliding_attention"])),
     "text model within one of images": of("qwen3_5", lambda f: within_images(f)),
     "text model with experts within one of images": of("qwen3_5_moe", lambda f: within_images(f.tensors(_stacked), "qwen3_5_moe")),
     **{f"{base}, format 4": of(base, lambda f: f.format_4()) for base in ("llama", "qwen2", "qwen3", "tied", "mistral", "olmo2", "smollm3", "granite", "phi3", "qwen3_moe", "mixtral")},

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hf_players import batch, hf_policy, hf_value, make, relative
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn, MseValueLossConfig, MseValueLossFn
-from nemo_rl_cpp.config.policy import ValueConfig
+from nemo_rl_cpp.config.policy import HfConfig, ValueConfig
 from nemo_rl_cpp.hub.sources import ModelFolderError
-from nemo_rl_cpp.models.hf.trained import open_frozen
+from nemo_rl_cpp.models.hf.trained import config_object, open_frozen
 from nemo_rl_cpp.models.lm_value import Value
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
@@ -246,6 +246,13 @@ def test_critic_can_be_initialised_from_the_layers_of_a_language_model(model_typ
     body = next(name for name in policy.state_dict() if "layers.1" in name and name.endswith("weight"))
     tensors = {name.rpartition("layers.")[2]: tensor for name, tensor in critic.state_dict().items()}
     assert torch.equal(tensors[body.rpartition("layers.")[2]], policy.state_dict()[body])
+
+
+def test_transformers_backend_reads_a_mistral_with_layer_types_as_ministral(tmp_path):
+    raw = {"model_type": "mistral", "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
+    found = config_object(raw, tmp_path, HfConfig(), "policy.model_name")
+    assert found.model_type == "ministral" and found.layer_types == raw["layer_types"]
+    assert config_object(raw | {"model_type": "llama"}, tmp_path, HfConfig(), "").model_type == "llama"
 
 
 def test_missing_or_unexpected_weights_of_a_transformers_checkpoint_are_errors(llama, tmp_path):

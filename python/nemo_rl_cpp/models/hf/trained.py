@@ -183,6 +183,9 @@ def config_object(raw: dict[str, Plain], path: Path | None, settings: HfConfig, 
     model without files). If `settings.trust_remote_code`, use the class that the folder's own code defines. Raise
     ModelFolderError with the configuration key `key` if transformers cannot read `raw`."""
     library, kind = transformers(), raw.get("model_type")
+    if kind == "mistral" and "layer_types" in raw:  # as AutoConfig reads Ministral's config.json
+        kind = "ministral"
+        raw = {**raw, "model_type": kind}
     runs_code = settings.trust_remote_code and path is not None and bool(raw.get("auto_map"))
     if not runs_code and kind not in library.CONFIG_MAPPING:
         hint = "; its folder names code of its own (auto_map), which a training runs with hf_cfg.trust_remote_code=true"

@@ -9,6 +9,8 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
+from nemo_rl_cpp.argument_checks import in_a_line
+
 TOKENS = "input_ids"
 LENGTHS = "input_lengths"
 
@@ -235,8 +237,13 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return type(self)(repeated)
 
     def select_indices(self, indices: list[int] | torch.Tensor) -> Self:
-        """Return the rows at `indices`: a list or tensor of row numbers, in that order, or a bool tensor [B]."""
+        """Return the rows at `indices`: a list or tensor of row numbers, in that order, or a bool tensor [B]. Raise
+        ValueError for numbers that are not whole, and for a bool tensor of another length."""
         index = torch.as_tensor(indices)
+        if (index.is_floating_point() and index.numel()) or (index.dtype == torch.bool and index.shape != (self.size,)):
+            raise ValueError(
+                f"indices are {in_a_line(indices)}: expected row numbers, or a bool for each of {self.size} rows"
+            )
         index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
         selected = {
             key: value[index] if torch.is_tensor(value) else [value[i] for i in index.tolist()]

@@ -64,7 +64,11 @@ def group_baseline(
 
 
 def grpo_advantages(rewards: Tensor, baseline: Tensor, std: Tensor, *, normalize: bool) -> Tensor:
-    """Return reward - baseline, [B]. If `normalize` and std > 0, it is divided by std + 1e-6."""
+    """Return reward - baseline, [B]. If `normalize` and std > 0, it is divided by std + 1e-6. Raise ValueError for
+    different shapes."""
+    if not rewards.shape == baseline.shape == std.shape:
+        shapes = ", ".join(str(list(t.shape)) for t in (rewards, baseline, std))
+        raise ValueError(f"rewards, baseline and std have the shapes {shapes}: expected [B] for all")
     return C.grpo_advantages(rewards, baseline, std, normalize)
 
 

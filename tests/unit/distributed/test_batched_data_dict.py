@@ -54,3 +54,6 @@ def test_batched_data_dict_slice_and_select_indices_return_the_requested_rows():
     assert batch.select_indices(torch.tensor([4]))["input_ids"][0, 0] == 48
     assert batch.select_indices(torch.tensor([True, False, False, False, True]))["name"] == ["row 0", "row 4"]
     assert batch.select_indices([]).size == 0
+    for wrong in ([1.7], torch.tensor([True, False])):
+        with pytest.raises(ValueError, match="expected row numbers, or a bool for each of 5 rows"):
+            batch.select_indices(wrong)

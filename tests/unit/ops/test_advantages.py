@@ -287,6 +287,11 @@ def test_advantage_estimators_are_bit_identical_for_ragged_and_padded_batches():
                 assert free.returns is None or torch.equal(padded.returns[inside], free.returns)
 
 
+def test_grpo_advantages_of_rewards_and_baselines_with_different_shapes_raise_value_error():
+    with pytest.raises(ValueError, match=r"have the shapes \[2\], \[2, 1\], \[2\]: expected \[B\] for all"):
+        ops.grpo_advantages(torch.ones(2), torch.ones(2, 1), torch.ones(2), normalize=True)
+
+
 @pytest.mark.parametrize("offsets, tokens, words", [
     ([0, 2, 3], 4, "offsets must go up from 0 to 4"), ([0, 4, 3], 3, "offsets must go up from 0 to 3"), ([1, 2, 3], 3, "offsets must go up"),
     ([0, 3], 3, r"offsets have shape \[2\]; expected int64 \[3\]"), (None, 3, r"expected \[B, S\]"),

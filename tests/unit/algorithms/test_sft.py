@@ -9,10 +9,11 @@ from nemo_rl_cpp.algorithms.algorithm import AnswerValidator, EqualAdvantages, g
 from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.hooks import summary
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
-from nemo_rl_cpp.algorithms.parts import make_tokenizer
+from nemo_rl_cpp.algorithms.parts import make_data, make_tokenizer
 from nemo_rl_cpp.config import ConfigError, load_grpo_config
 from nemo_rl_cpp.config.distillation import SFTConfig, SFTLossConfig
 from nemo_rl_cpp.config.loader import load_sft_config
+from nemo_rl_cpp.config.master import SFTMasterConfig, checked
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
 from nemo_rl_cpp.data.processors import sft_processor
@@ -161,6 +162,17 @@ def train(config):
     with build_run(config) as run:
         run.train()
     return run
+
+
+def test_sft_does_not_train_on_rows_longer_than_the_longest_sequence_of_the_policy(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"question": "1=", "answer": "{"2" * length}"}}\n' for length in (3, 30)))
+    config = sft_config(tmp_path)
+    keys = {"dataset_name": "ResponseDataset", "data_path": str(file), "input_key": "question", "output_key": "answer"}
+    config["data"] = {"train": keys}
+    config = checked(config, SFTMasterConfig)
+    rows = make_data(config, make_tokenizer(config.policy)).train
+    assert [rows[i]["loss_multiplier"] for i in range(2)] == [1.0, 0.0]
 
 
 @pytest.mark.slow

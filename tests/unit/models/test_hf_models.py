@@ -255,6 +255,11 @@ def test_transformers_backend_reads_a_mistral_with_layer_types_as_ministral(tmp_
     assert config_object(raw | {"model_type": "llama"}, tmp_path, HfConfig(), "").model_type == "llama"
 
 
+def test_transformers_backend_reads_infinity_as_transformers_5_writes_it(tmp_path):
+    raw = {"model_type": "nemotron_h", "time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    assert list(config_object(raw, tmp_path, HfConfig(), "").time_step_limit) == [0.0, float("inf")]
+
+
 def test_missing_or_unexpected_weights_of_a_transformers_checkpoint_are_errors(llama, tmp_path):
     """transformers would draw the missing ones anew."""
     import shutil

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -199,11 +199,18 @@ def config_object(raw: dict[str, Plain], path: Path | None, settings: HfConfig, 
                 return library.AutoConfig.from_pretrained(path, trust_remote_code=True, **changed)
             if path is None:
                 return library.AutoConfig.for_model(**raw)
-            return library.CONFIG_MAPPING[kind].from_dict(dict(raw))
+            return library.CONFIG_MAPPING[kind].from_dict(_with_floats(raw))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ModelFolderError(
             f"{key}: transformers cannot read the configuration of this {kind} ({_first_line(error)})"
         ) from error
+
+
+def _with_floats(value: Any) -> Any:
+    """Return the content of a config.json with the numbers that transformers 5 writes as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        return float(value["__float__"]) if "__float__" in value else {k: _with_floats(v) for k, v in value.items()}
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def _first_line(error: Exception) -> str:

@@ -30,7 +30,7 @@ from nemo_rl_cpp.models.policy.micro_batches import RowBatch, wanted_tokens
 from nemo_rl_cpp.models.trained_model import DTYPES
 from nemo_rl_cpp.serving.engine import score_sequence
 from nemo_rl_cpp.serving.model import EngineSizes
-from nemo_rl_cpp.tinker.types import Loss, UserError
+from nemo_rl_cpp.tinker.types import Loss
 
 ALPHA = 32
 """The alpha of all adapters: their product is scaled by ALPHA / rank, as in Tinker."""
@@ -96,17 +96,19 @@ class Base:
         return self.newest
 
     def check_tokens(self, tokens: Sequence[int], what: str, room: int = 0) -> None:
-        """Raise UserError if there is no token, one outside the vocabulary, or no place for `room` more."""
+        """Raise ValueError if there is no token, one outside the vocabulary, or no place for `room` more."""
         if not tokens:
-            raise UserError(f"{what} has no token")
+            raise ValueError(f"{what} has no token")
         self.check_vocabulary(min(tokens), max(tokens), what)
         if len(tokens) + room > self.max_length:
-            raise UserError(f"{what} has {len(tokens)} tokens, this model's sequences at most {self.max_length - room}")
+            raise ValueError(
+                f"{what} has {len(tokens)} tokens, this model's sequences at most {self.max_length - room}"
+            )
 
     def check_vocabulary(self, least: int, most: int, what: str) -> None:
-        """Raise UserError, in which `what` names the tokens, if an id from `least` to `most` is no token."""
+        """Raise ValueError, in which `what` names the tokens, if an id from `least` to `most` is no token."""
         if not 0 <= least <= most < self.vocab_size:
-            raise UserError(f"{what} holds a token that is not in the vocabulary of {self.vocab_size}")
+            raise ValueError(f"{what} holds a token that is not in the vocabulary of {self.vocab_size}")
 
 
 @dataclass(eq=False)
@@ -167,7 +169,7 @@ class AdaptedModel:
         native = base.folder.native()
         layers = LayerKinds.of(ModelSizes.of(native))
         if "experts" in native and shape.train_mlp:
-            raise UserError(
+            raise ValueError(
                 f"{base.names[0]} is a mixture of experts, whose experts get no adapters: set train_mlp=False"
             )
         wanted = {"mlp"} if shape.train_mlp else set()
@@ -175,7 +177,7 @@ class AdaptedModel:
         default = adapted_modules(LoraConfig(), layers)
         modules = [module for module in default if MATRICES[module.rpartition(".")[2]] in wanted]
         if not modules:
-            raise UserError("no matrix of this model would be trained: set train_attn or train_mlp")
+            raise ValueError("no matrix of this model would be trained: set train_attn or train_mlp")
         name, key = findable_name(base.names[-1]), "base.dtensor_cfg.lora_cfg"
         settings = LoraConfig(dim=shape.rank, alpha=ALPHA)
         self.lora = Lora("base", tuple(modules), layers, settings, name, base.folder, key)
@@ -243,7 +245,7 @@ class AdaptedModel:
         the gradient of each target: consecutive rows compute a common prompt on which it is 0 once (see
         `prompt_groups`).
 
-        Raise UserError if the loss is not finite; in that case no gradient is accumulated."""
+        Raise ValueError if the loss is not finite; in that case no gradient is accumulated."""
         self._take_up(state)
         width = max(row.targets.shape[1] for row in rows)
         groups = prompt_groups(rows, factor)
@@ -269,7 +271,7 @@ class AdaptedModel:
             if not torch.isfinite(value):
                 if before is not None:
                     self.trainer.grads.copy_(before)
-                raise UserError(f"the loss is {value.item()}, expected a finite number: no gradient was added")
+                raise ValueError(f"the loss is {value.item()}, expected a finite number: no gradient was added")
             if backward:
                 gradient = torch.zeros_like(scored)
                 gradient[chosen] = torch.autograd.grad(value, logprobs)[0]
@@ -298,12 +300,12 @@ class AdaptedModel:
     ) -> float:  # fmt: skip
         """Update the adapters with AdamW, and reset the gradient to zero. Return the gradient's norm before clipping.
 
-        Raise UserError if the norm is not finite; in that case the adapters are unchanged."""
+        Raise ValueError if the norm is not finite; in that case the adapters are unchanged."""
         self._take_up(state)
         done = self.trainer.step(learning_rate, *betas, eps, weight_decay, max_grad_norm)
         self.trainer.zero_grad()
         if not done.finite:
-            raise UserError(
+            raise ValueError(
                 f"the gradient's norm is {done.grad_norm}: the weights were not changed, the gradient is 0 now"
             )
         state.adapter = self._shown = self.native.masters.clone()

@@ -27,7 +27,6 @@ from nemo_rl_cpp.serving.model import EngineSizes
 from nemo_rl_cpp.tinker.adapters import Base
 from nemo_rl_cpp.tinker.service import NotFoundError, Service, encoded
 from nemo_rl_cpp.tinker.store import KINDS, Place, Store
-from nemo_rl_cpp.tinker.types import UserError
 
 M = TypeVar("M", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
@@ -100,7 +99,7 @@ class Routes:
         self.service.worker.was_retrieved(request_id)
         error = future.exception()
         if error is not None:
-            kinds = types.RequestErrorCategory
+            kinds = types.RequestErrorCategory  # a ValueError is the client's to mend
             category = kinds.User if isinstance(error, ValueError) else kinds.Server
             return _json(types.RequestFailedResponse(error=str(error) or type(error).__name__, category=category))
         result = encoded(future.result())
@@ -117,11 +116,11 @@ class Routes:
     async def forward_backward(self, request: Request) -> Response:
         message = pb.ForwardBackwardRequest()
         if not request.headers.get("content-type", "").startswith("application/x-protobuf"):
-            raise UserError("forward_backward takes application/x-protobuf, as the SDK sends it since 0.38")
+            raise ValueError("forward_backward takes application/x-protobuf, as the SDK sends it since 0.38")
         try:
             message.ParseFromString(await self._raw(request))
         except DecodeError as error:
-            raise UserError(f"the body is no ForwardBackwardRequest: {error}") from None
+            raise ValueError(f"the body is no ForwardBackwardRequest: {error}") from None
         return _json(self.service.forward(message))
 
     # ---- sampling
@@ -231,7 +230,7 @@ class Routes:
     async def _json_body(self, request: Request) -> dict:
         body = await read_json(request, self._most, _BODY_SECONDS)
         if not isinstance(body, dict):
-            raise UserError("the body is no JSON object")
+            raise ValueError("the body is no JSON object")
         return body
 
     async def _body(self, request: Request, kind: type[M]) -> M:
@@ -239,7 +238,7 @@ class Routes:
             return kind.model_validate(await self._json_body(request))
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
-            raise UserError(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from None
+            raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from None
 
     def guarded(self, handler: Handler) -> Handler:
         """Return a handler that checks the API key before it calls `handler`."""
@@ -283,9 +282,9 @@ def _page(request: Request, found: list) -> tuple[list, types.Cursor]:
     try:
         limit, offset = int(query.get("limit", 1000)), int(query.get("offset", 0))
     except ValueError:
-        raise UserError("limit and offset are whole numbers") from None
+        raise ValueError("limit and offset are whole numbers") from None
     if limit < 0 or offset < 0:
-        raise UserError("limit and offset are at least 0")
+        raise ValueError("limit and offset are at least 0")
     return found[offset : offset + limit], types.Cursor(offset=offset, limit=limit, total_count=len(found))
 
 

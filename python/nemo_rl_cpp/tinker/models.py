@@ -29,7 +29,6 @@ from nemo_rl_cpp.tinker.types import (
     SampledSequence,
     SampleRequest,
     SampleResponse,
-    UserError,
     loss_of,
     tokens_of,
 )
@@ -56,7 +55,7 @@ class Model:
     @property
     def trained(self) -> TrainingState:
         if self.state is None:
-            raise UserError(f"{self.id} could not be made or loaded")
+            raise ValueError(f"{self.id} could not be made or loaded")
         return self.state
 
 
@@ -70,12 +69,12 @@ class Models:
 
     def create(self, model: Model, seed: int) -> None:
         """Initialise the adapters of a LoRA model: B is zero, so that its outputs equal the base model's. Raise
-        UserError for an invalid rank or seed."""
+        ValueError for an invalid rank or seed."""
         rank = model.facts.shape.rank
         if not 1 <= rank <= 4096:
-            raise UserError(f"the rank of LoRA is {rank}, expected 1 to 4096")
+            raise ValueError(f"the rank of LoRA is {rank}, expected 1 to 4096")
         if not 0 <= seed < _SEEDS:
-            raise UserError(f"the seed of LoRA is {seed}, expected 0 to 2^62")
+            raise ValueError(f"the seed of LoRA is {seed}, expected 0 to 2^62")
         model.adapted = self.base.adapted(model.facts.shape)
         model.state = TrainingState(model.adapted.new_adapter(seed), TemporaryFile(dir=self.store.root))
 
@@ -108,10 +107,10 @@ class Models:
         with torch.enable_grad():
             found = loss_fn(data, leaves)
         if not isinstance(found, (tuple, list)) or len(found) != 2:
-            raise UserError(f"the loss function gave {described(found)}, expected a loss and a dict of metrics")
+            raise ValueError(f"the loss function gave {described(found)}, expected a loss and a dict of metrics")
         loss, metrics = found
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-            raise UserError("the loss is no scalar tensor that is computed from the log-probabilities")
+            raise ValueError("the loss is no scalar tensor that is computed from the log-probabilities")
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         weighted = [
             Row(row.tokens, row.targets, row.shape, {"weights": -gradient.float().view(row.targets.shape)})
@@ -145,7 +144,7 @@ class Models:
             next_seq: the number of the model's next request."""
         state, adapted = model.trained, model.adapted
         if ttl_seconds is not None and not 0 < ttl_seconds < _LONGEST_LIFE:
-            raise UserError(f"ttl_seconds is {ttl_seconds}, expected 1 to 2^32")
+            raise ValueError(f"ttl_seconds is {ttl_seconds}, expected 1 to 2^32")
 
         def write(folder: Path) -> None:
             adapted.save(folder, state.adapter)
@@ -172,9 +171,9 @@ class Models:
         also the gradient accumulated for the next step."""
         facts, folder = self.store.facts(place), self.store.folder(place)
         if facts.shape != model.facts.shape:
-            raise UserError(f"{place.path} has adapters {facts.shape}, this model {model.facts.shape}")
+            raise ValueError(f"{place.path} has adapters {facts.shape}, this model {model.facts.shape}")
         if place.kind == "external_weights" or (optimizer and place.kind != "weights"):
-            raise UserError(
+            raise ValueError(
                 f"{place.path} holds no {'optimizer state' if optimizer else 'state'}: it is for sampling alone"
             )
         adapted = self.base.adapted(facts.shape)
@@ -199,7 +198,7 @@ class Models:
         place = Place.of(path)
         adapted = self.base.adapted(self.store.facts(place).shape)
         if place.kind == "external_weights":
-            raise UserError(f"{place.path} is for download: sample from tinker://RUN/sampler_weights/NAME")
+            raise ValueError(f"{place.path} is for download: sample from tinker://RUN/sampler_weights/NAME")
         return Sampler(adapted, adapted.load(self.store.folder(place)), path)
 
     def snapshot(self, model: Model) -> Sampler:
@@ -268,9 +267,9 @@ class Models:
 
 def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Sequence[str]) -> list[Row]:
     """Check the training data of a request, and return one `Row` of tensors per datum. Each datum must have the inputs
-    `needed`, and may have the inputs `known`. Raise UserError with the index of the invalid datum and its fault."""
+    `needed`, and may have the inputs `known`. Raise ValueError with the index of the invalid datum and its fault."""
     if not data:
-        raise UserError("the request has no datum")
+        raise ValueError("the request has no datum")
     rows = []
     for index, datum in enumerate(data):
         here, given = f"datum {index}", datum.loss_fn_inputs
@@ -278,19 +277,19 @@ def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Seq
         base.check_tokens(tokens, here, room=1)
         for name in (TARGETS, *needed):
             if name not in given:
-                raise UserError(f"{here} has no {name} in loss_fn_inputs")
+                raise ValueError(f"{here} has no {name} in loss_fn_inputs")
         for name in given:
             if name not in (TARGETS, *needed, *known):
-                raise UserError(f"{here} has {name} in loss_fn_inputs, which this loss does not read")
+                raise ValueError(f"{here} has {name} in loss_fn_inputs, which this loss does not read")
         tensors = {name: _tensor(value, f"{here}: {name}", len(tokens)) for name, value in given.items()}
         targets = tensors.pop(TARGETS)
         if targets.is_floating_point() or targets.dtype == torch.bool:
-            raise UserError(f"target_tokens of {here} are {targets.dtype}, expected whole numbers")
+            raise ValueError(f"target_tokens of {here} are {targets.dtype}, expected whole numbers")
         base.check_vocabulary(int(targets.min()), int(targets.max()), f"target_tokens of {here}")
         for name, tensor in tensors.items():
             if tensor.shape != targets.shape:
                 shape, expected = tuple(tensor.shape), tuple(targets.shape)
-                raise UserError(f"{here}: {name} has the shape {shape}, expected that of target_tokens, {expected}")
+                raise ValueError(f"{here}: {name} has the shape {shape}, expected that of target_tokens, {expected}")
         inputs = {name: tensor.to(torch.float32).contiguous() for name, tensor in tensors.items()}
         rows.append(Row(tokens, targets.to(torch.int64).view(len(tokens), -1), targets.shape, inputs))
     return rows
@@ -301,10 +300,10 @@ def _tensor(given: object, what: str, length: int) -> Tensor:
     try:
         tensor = given.to_torch() if hasattr(given, "to_torch") else torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{what} is no tensor: {error}") from None
+        raise ValueError(f"{what} is no tensor: {error}") from None
     shape = tuple(tensor.shape)
     if len(shape) not in (1, 2) or shape[0] != length or not 1 <= shape[-1] <= max(length, _WIDEST):
-        raise UserError(
+        raise ValueError(
             f"{what} has the shape {shape}, expected [N] or [N, K] for N = {length} input tokens and K up to {_WIDEST}"
         )
     return tensor.to_dense()

@@ -24,17 +24,17 @@ from torch import Tensor
 from nemo_rl_cpp.tinker.adapters import Base, Shape
 from nemo_rl_cpp.tinker.models import Model, Models
 from nemo_rl_cpp.tinker.store import Facts, Place, Store
-from nemo_rl_cpp.tinker.types import Datum, ForwardBackwardOutput, SampleRequest, SampleResponse, UserError, tokens_of
+from nemo_rl_cpp.tinker.types import Datum, ForwardBackwardOutput, SampleRequest, SampleResponse, tokens_of
 from nemo_rl_cpp.tinker.worker import Sampler, Turns
 
 _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
 
 
 def sample_request_of(request: types.SampleRequest) -> SampleRequest:
-    """Return the SDK's request for samples as a `SampleRequest`. Raise UserError for an unsupported option."""
+    """Return the SDK's request for samples as a `SampleRequest`. Raise ValueError for an unsupported option."""
     for unknown in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
         if getattr(request, unknown):
-            raise UserError(f"{unknown} is not here: leave it out")
+            raise ValueError(f"{unknown} is not here: leave it out")
     return SampleRequest(
         tokens_of(request.prompt, "the prompt"), request.num_samples, request.sampling_params, bool(request.prompt_logprobs),
         request.prompt_logprobs_last_n, request.topk_prompt_logprobs, request.topk_sample_logprobs,
@@ -48,7 +48,7 @@ def data_of(request: pb.ForwardBackwardRequest) -> list[Datum]:
         here, tokens = f"datum {number}", []
         for chunk in datum.model_input:
             if not chunk.HasField("encoded_text"):
-                raise UserError(f"{here} holds something else than tokens: images and audio are not here")
+                raise ValueError(f"{here} holds something else than tokens: images and audio are not here")
             tokens += _numbers(chunk.encoded_text.tokens, np.int32, here).tolist()
         inputs = {name: _tensor(given, f"{here}: {name}") for name, given in datum.loss_fn_inputs.items()}
         data.append(Datum(tokens, inputs))
@@ -58,15 +58,15 @@ def data_of(request: pb.ForwardBackwardRequest) -> list[Datum]:
 def _tensor(tensor: pb.Tensor, what: str) -> Tensor:
     """Return the tensor in a request: dense, or a sparse matrix in the CSR format."""
     if tensor.dtype not in _DTYPES:
-        raise UserError(f"{what} is no tensor of float32 or int64")
+        raise ValueError(f"{what} is no tensor of float32 or int64")
     dtype, shape = _DTYPES[tensor.dtype], list(tensor.shape)
     if tensor.HasField("dense"):
         values = torch.from_numpy(_numbers(tensor.dense, dtype, what).copy())
         if shape and (min(shape) < 0 or math.prod(shape) != len(values)):
-            raise UserError(f"{what} has {len(values)} elements, expected those of the shape {shape}")
+            raise ValueError(f"{what} has {len(values)} elements, expected those of the shape {shape}")
         return values.view(shape or [len(values)])
     if not tensor.HasField("sparse_csr") or len(shape) != 2:
-        raise UserError(f"{what} is neither a dense tensor nor a sparse matrix")
+        raise ValueError(f"{what} is neither a dense tensor nor a sparse matrix")
     csr = tensor.sparse_csr
     parts = [_numbers(data, kind, what) for data, kind in (
         (csr.crow_indices, np.int64), (csr.col_indices, np.int64), (csr.values, dtype)
@@ -76,12 +76,12 @@ def _tensor(tensor: pb.Tensor, what: str) -> Tensor:
             *(torch.from_numpy(part.copy()) for part in parts), size=shape, check_invariants=True
         )
     except RuntimeError:
-        raise UserError(f"{what} is no sparse matrix of the shape {shape} in the CSR format") from None
+        raise ValueError(f"{what} is no sparse matrix of the shape {shape} in the CSR format") from None
 
 
 def _numbers(data: bytes, dtype: type[np.generic], what: str) -> np.ndarray:
     if len(data) % np.dtype(dtype).itemsize:
-        raise UserError(f"{what}: {len(data)} bytes are no whole number of elements")
+        raise ValueError(f"{what}: {len(data)} bytes are no whole number of elements")
     return np.frombuffer(data, dtype)
 
 
@@ -146,7 +146,7 @@ _SESSION_SECONDS = 3600.0  # a session without a heartbeat for this long is drop
 _MOST_SNAPSHOTS = 8  # unnamed snapshots per model; older ones are dropped
 
 
-class NotFoundError(UserError):
+class NotFoundError(ValueError):
     """Raised if a model, sampler or checkpoint does not exist on this server."""
 
     status = 404
@@ -218,9 +218,9 @@ class Service:
     # ---- models
 
     def check_base(self, name: str) -> None:
-        """Raise UserError unless the server has the base model `name`."""
+        """Raise ValueError unless the server has the base model `name`."""
         if name not in self.base.names:
-            raise UserError(f"the base model {name!r} is not here: this server has {self.base.names[0]!r}")
+            raise ValueError(f"the base model {name!r} is not here: this server has {self.base.names[0]!r}")
 
     def create_model(self, request: types.CreateModelRequest) -> types.UntypedAPIFuture:
         """Queue the creation of a model: the base model with a new adapter."""
@@ -232,7 +232,7 @@ class Service:
         def run() -> dict:
             self.check_base(request.base_model)
             if request.optimizer_config.type != "adamw":
-                raise UserError(f"the optimizer {request.optimizer_config.type!r} is not here: take adamw")
+                raise ValueError(f"the optimizer {request.optimizer_config.type!r} is not here: take adamw")
             self.core.create(model, lora.seed or 0)
             return types.CreateModelResponse(model_id=model.id).model_dump()
 
@@ -280,7 +280,7 @@ class Service:
     def queue(self, model: TrainedModel, seq: int | None, run: Callable[[], object]) -> types.UntypedAPIFuture:
         """Queue `run` as the model's request number `seq`. A model's requests run in the order of their numbers."""
         if seq is None or not 0 <= seq < 1 << 62:
-            raise UserError(f"seq_id is {seq}, expected the number of this request of its model")
+            raise ValueError(f"seq_id is {seq}, expected the number of this request of its model")
         request_id = self.worker.submit_in_turn(model, seq, run)
         return types.UntypedAPIFuture(request_id=request_id, model_id=model.id)
 
@@ -297,7 +297,7 @@ class Service:
         """Take an AdamW step, and return its metrics."""
         params = request.optim_params
         if not isinstance(params, types.AdamParams):
-            raise UserError(f"the optimizer {params.type!r} is not here: give AdamParams")
+            raise ValueError(f"the optimizer {params.type!r} is not here: give AdamParams")
         return types.OptimStepResponse(metrics=self.core.step(model, params)).model_dump()
 
     # ---- checkpoints
@@ -315,7 +315,7 @@ class Service:
     def save_for_sampler(self, model: TrainedModel, request: types.SaveWeightsForSamplerRequest) -> dict:
         """Save a model's adapters for sampling. Without a name, keep them in memory for a new sampling session."""
         if request.kind != "snapshot":
-            raise UserError(f"samplers of kind {request.kind!r} are not here: take snapshots")
+            raise ValueError(f"samplers of kind {request.kind!r} are not here: take snapshots")
         if request.path is not None:
             path = self.core.save(model, "sampler_weights", request.path, ttl_seconds=request.ttl_seconds)
             return {"type": "save_weights_for_sampler", "path": path}
@@ -330,7 +330,7 @@ class Service:
     def save_external(self, model: TrainedModel, request: types.SaveWeightsExternalRequest) -> dict:
         """Save a model's adapters in PEFT's format for download, and return the checkpoint's path."""
         if request.age_encryption_recipients:
-            raise UserError("checkpoints are not encrypted here: leave age_encryption_recipients out")
+            raise ValueError("checkpoints are not encrypted here: leave age_encryption_recipients out")
         name = request.path or f"step-{request.seq_id}"
         path = self.core.save(model, "external_weights", name, ttl_seconds=request.ttl_seconds)
         return {"type": "save_weights_external", "path": path}
@@ -378,7 +378,7 @@ class Service:
         """Queue a request for samples of a prompt. Each sample gets an id."""
         name = request.sampling_session_id
         if name is None or request.seq_id is None:
-            raise UserError("a request for samples needs sampling_session_id and seq_id")
+            raise ValueError("a request for samples needs sampling_session_id and seq_id")
         asked = sample_request_of(request)
         sampler, request_id = self.sampler(name), f"{name}:{request.seq_id}"
         self.worker.submit(

@@ -12,7 +12,6 @@ from pathlib import Path
 from nemo_rl_cpp.files.durable import manifest_facts, publish_folder, rename, seal_folder
 from nemo_rl_cpp.files.folder_lock import FolderLock, make_folder
 from nemo_rl_cpp.tinker.adapters import Shape
-from nemo_rl_cpp.tinker.types import UserError
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _NEW, _OLD, _DOOMED = ".new", ".old", ".del"
@@ -33,15 +32,15 @@ class Place:
 
     @classmethod
     def of(cls, path: str) -> Place:
-        """Parse a tinker:// path. Raise UserError if it is invalid."""
+        """Parse a tinker:// path. Raise ValueError if it is invalid."""
         parts = path.removeprefix("tinker://").split("/")
         if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS:
-            raise UserError(
+            raise ValueError(
                 f"{path!r} is no checkpoint: expected tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME"
             )
         for name in (parts[0], parts[2]):
             if not _NAME.fullmatch(name):
-                raise UserError(f"{name!r} is no name of a checkpoint: expected letters, digits, and . _ - inside")
+                raise ValueError(f"{name!r} is no name of a checkpoint: expected letters, digits, and . _ - inside")
         return cls(*parts)
 
 
@@ -79,20 +78,20 @@ class Store:
         return self.root / place.run / place.kind / place.name
 
     def facts(self, place: Place) -> Facts:
-        """Return the metadata of the checkpoint at `place`, such as its shape. Raise UserError if there is none."""
+        """Return the metadata of the checkpoint at `place`, such as its shape. Raise ValueError if there is none."""
         found = manifest_facts(self.folder(place))
         if not found:
-            raise UserError(f"there is no checkpoint {place.path}")
+            raise ValueError(f"there is no checkpoint {place.path}")
         known = {name: value for name, value in found.items() if name != "format"}
         return Facts(**{**known, "shape": Shape(**found["shape"])})
 
     def save(self, place: Place, facts: Facts, write: Callable[[Path], None], overwrite: bool = False) -> None:
         """Write a checkpoint atomically: `write` is called with a new folder for the files, `facts` become the
-        metadata. Raise UserError if the checkpoint exists, unless `overwrite`."""
+        metadata. Raise ValueError if the checkpoint exists, unless `overwrite`."""
         Place.of(place.path)
         folder = self.folder(place)
         if folder.exists() and not overwrite:
-            raise UserError(f"{place.path} exists: choose another name, or set overwrite=True")
+            raise ValueError(f"{place.path} exists: choose another name, or set overwrite=True")
         fresh, old = (folder.with_name(f"{what}-{place.name}") for what in (_NEW, _OLD))
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
@@ -105,7 +104,7 @@ class Store:
             shutil.rmtree(old, ignore_errors=True)
 
     def delete(self, place: Place) -> None:
-        """Delete a checkpoint. Raise UserError if it does not exist."""
+        """Delete a checkpoint. Raise ValueError if it does not exist."""
         self.facts(place)
         folder = self.folder(place)
         doomed = folder.with_name(f"{_DOOMED}-{place.name}")  # after a crash, no partial folder has this name

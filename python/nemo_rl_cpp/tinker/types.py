@@ -13,10 +13,6 @@ from torch import Tensor
 from nemo_rl_cpp.argument_checks import LARGEST, number, token_ids, whole_number
 
 
-class UserError(ValueError):
-    """Raised for an invalid request, which the client must change. Any other exception is the server's fault."""
-
-
 class ModelInput(Protocol):
     """The tokens of a sequence, as in the SDK."""
 
@@ -130,7 +126,7 @@ def tokens_of(given: Tokens, what: str) -> list[int]:
     try:
         return given.to_ints()
     except ValueError:
-        raise UserError(f"{what} holds something else than tokens: images and audio are not here") from None
+        raise ValueError(f"{what} holds something else than tokens: images and audio are not here") from None
 
 
 Inputs = Mapping[str, Tensor]
@@ -186,12 +182,12 @@ FACTORS = {"cross_entropy": "weights"} | dict.fromkeys(("importance_sampling", "
 
 
 def loss_of(name: str, config: Mapping[str, float | str]) -> tuple[Loss, tuple[str, ...], dict[str, float]]:
-    """Return (loss, its required inputs, its configuration with defaults). Raise UserError if a name is unknown."""
+    """Return (loss, its required inputs, its configuration with defaults). Raise ValueError if a name is unknown."""
     if name not in LOSSES:
-        raise UserError(f"the loss {name!r} is not here: take one of {', '.join(LOSSES)}, or forward_backward_custom")
+        raise ValueError(f"the loss {name!r} is not here: take one of {', '.join(LOSSES)}, or forward_backward_custom")
     loss, needed, defaults = LOSSES[name]
     for key in config:
         if key not in defaults:
-            raise UserError(f"{name} has no {key!r} in loss_fn_config: expected {', '.join(defaults) or 'nothing'}")
+            raise ValueError(f"{name} has no {key!r} in loss_fn_config: expected {', '.join(defaults) or 'nothing'}")
     given = {key: number(f"loss_fn_config[{key!r}]", value, -LARGEST, LARGEST) for key, value in config.items()}
     return loss, needed, {**defaults, **given}

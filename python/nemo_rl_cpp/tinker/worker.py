@@ -18,7 +18,6 @@ from torch import Tensor
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.serving.engine import Sample
 from nemo_rl_cpp.tinker.adapters import AdaptedModel
-from nemo_rl_cpp.tinker.types import UserError
 
 _TURN_STEPS = 32  # steps of a sampler before the next sampler's turn; its KV cache is kept until its next turn
 _TURN_OVER_SWITCH = 10  # a turn lasts at least this multiple of the time that loading the sampler's weights takes
@@ -166,7 +165,7 @@ class Worker:
             job = Job(run, APIFuture())
             self.futures[request_id] = job.future
             if seq < model.next_seq:
-                job.future.set_exception(UserError(f"request {seq} of {model.id} has run, and its result is gone"))
+                job.future.set_exception(ValueError(f"request {seq} of {model.id} has run, and its result is gone"))
                 return request_id
             model.waiting[seq] = job
             while (following := model.waiting.pop(model.next_seq, None)) is not None:
@@ -182,12 +181,12 @@ class Worker:
             return self._enqueue(Job(run, APIFuture(), is_short))
 
     def cancel(self, sampler: Sampler, future: Future) -> None:
-        """Cancel the request of `future`, which then raises UserError, unless it already has its result."""
+        """Cancel the request of `future`, which then raises ValueError, unless it already has its result."""
 
         def run() -> None:
             sampler.cancel(future)
             if not future.done():
-                future.set_exception(UserError("the request was cancelled"))
+                future.set_exception(ValueError("the request was cancelled"))
 
         self.do(run)
 
@@ -279,7 +278,7 @@ class Worker:
         for model in list(self._out_of_turn):
             if model.waiting and time.monotonic() - min(j.since for j in model.waiting.values()) > self.gap_seconds:
                 for seq, job in model.waiting.items():
-                    job.future.set_exception(UserError(
+                    job.future.set_exception(ValueError(
                         f"request {seq} of {model.id} came, but {model.next_seq} did not. If the server was started again, what it did "
                         "behind the last checkpoint is lost: make a new client by create_training_client_from_state_with_optimizer"
                     ))  # fmt: skip

@@ -123,9 +123,9 @@ class TextGenerator:
         """Continue a text, or respond to messages ({"role": ..., "content": ...}) through the model's chat template.
 
         Temperature 0 is greedy decoding. The same seed gives the same text. `on_text` is called with each piece of text
-        once it is final (a character may take several tokens, and what may begin a stop string waits); bytes that form no character become U+FFFD, as in
-        transformers. The text ends at a stop token, after a stop string, after `max_new_tokens`, or at the model's last
-        position. Raise ValueError for invalid arguments."""
+        once it is final (a character may take several tokens, and what may begin a stop string waits); bytes that form
+        no character become U+FFFD, as in transformers. The text ends at a stop token, after a stop string, after
+        `max_new_tokens`, or at the model's last position. Raise ValueError for invalid arguments."""
         prompt = prompt_of(prompt, "the prompt", may_be_empty=True)
         rule = sampling(max_new_tokens, temperature, top_p, seed, top_k, greedy, stop_strings)
         ids = self._encode(prompt)

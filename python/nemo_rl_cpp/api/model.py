@@ -54,7 +54,8 @@ class TextWriter:
         `options` are max_new_tokens, temperature, top_p, top_k and stop_strings. An option that is None has the value
         used in training. For a model from `load` this is 256 tokens, temperature 1, and no top-p, top-k or stop
         strings. Decoding is greedy unless `greedy` is False, or `n` > 1 or a sampling option is given. The same seed
-        gives the same texts. Raise ValueError for invalid arguments, and for a prompt that leaves no room for a response."""
+        gives the same texts. Raise ValueError for invalid arguments, and for a prompt that leaves no room for a
+        response."""
         greedy = _is_greedy(greedy, n, options)
         n = whole_number("n", n, 1, 4096)
         if n > 1 and greedy:

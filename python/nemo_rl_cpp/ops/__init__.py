@@ -100,8 +100,8 @@ def reinforce_plus_plus(
 
 def raw_reward(rewards: Tensor, mask: Tensor, *, normalize: bool, offsets: Tensor | None = None) -> TokenAdvantages:
     """Return advantages in which every token, also a masked one, has its sample's reward (`rewards` [B]). If
-    `normalize`, they are whitened by the moments of the valid tokens. `offsets` is set for a ragged `mask` [T]: int64 [B + 1], the
-    index of each sample's first token, then T."""
+    `normalize`, they are whitened by the moments of the valid tokens. `offsets` is set for a ragged `mask` [T]: int64
+    [B + 1], the index of each sample's first token, then T."""
     values, degenerate = C.raw_reward(floating(rewards), mask, normalize, offsets)
     return TokenAdvantages(values, None, degenerate)
 

@@ -148,10 +148,11 @@ class GroupSampler:
             self._cache = rollouts
             return
         parts = [self._cache, rollouts]
-        if any("mask_sample" in part for part in parts):  # an environment may return this column only in some rounds
-            for part in parts:
-                if "mask_sample" not in part:
-                    part["mask_sample"] = torch.zeros(part.size, dtype=torch.bool)
+        for key in {key for part in parts for key in part.keys() if key == "mask_sample" or key.startswith("reward/")}:
+            like = next(part[key] for part in parts if key in part)
+            for part in parts:  # environments may return these columns only in some rounds
+                if key not in part:
+                    part[key] = like.new_zeros(part.size)
         self._cache = Rollouts.from_batches(parts)
 
     def take(self, weight_version: int) -> Rollouts:

@@ -69,6 +69,17 @@ def test_dynamic_sampling_keeps_a_group_if_any_two_of_its_rewards_differ():
     assert sampler.take(0)["name"] == ["1.0", "1.1", "1.2"]
 
 
+def test_dynamic_sampling_joins_rounds_whose_environments_return_other_columns():
+    first, second = rollouts(MIXED), rollouts(MIXED, start=1)
+    first["reward/format"], second["reward/length"] = torch.tensor([0.0, 1.0]), torch.tensor([2.0, 0.0])
+    second["mask_sample"] = torch.tensor([True, False])
+    sampler = GroupSampler(num_groups=2, enabled=True)
+    sampler.add(first), sampler.add(second)
+    batch = sampler.take(0)
+    assert batch["reward/format"].tolist() == [0, 1, 0, 0] and batch["reward/length"].tolist() == [0, 0, 2, 0]
+    assert batch["mask_sample"].tolist() == [False, False, True, False]
+
+
 def test_surplus_groups_of_dynamic_sampling_are_used_in_the_next_step_and_counted_as_stale():
     sampler = GroupSampler(num_groups=2, enabled=True, keep_surplus=True)
     sampler.add(rollouts(MIXED, MIXED, MIXED))

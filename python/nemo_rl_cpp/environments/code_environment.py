@@ -13,7 +13,8 @@ from nemo_rl_cpp.environments.sandbox import Limits
 from nemo_rl_cpp.environments.sandbox.check import require_sandbox
 from nemo_rl_cpp.environments.single_turn import VerifyingEnvironment, assistant_text
 
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_FENCED = re.compile(r"```([\w+#.-]*)[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_PYTHON = ("python", "python3", "py")
 
 
 class CodeEnvMetadata(TypedDict):
@@ -70,6 +71,10 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
 
 
 def extract_code(response: str) -> str:
-    """Return the program in a response: its last fenced code block, or the whole response if it has none."""
-    blocks = _FENCED.findall(response)
-    return blocks[-1] if blocks else response
+    """Return the program in a response: its last fenced block marked as Python, otherwise its last fenced block without
+    a language, otherwise the whole response."""
+    blocks = [(language.lower(), code) for language, code in _FENCED.findall(response)]
+    for languages in (_PYTHON, ("",)):
+        if found := [code for language, code in blocks if language in languages]:
+            return found[-1]
+    return response

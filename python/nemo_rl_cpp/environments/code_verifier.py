@@ -19,7 +19,14 @@ _UNCOMPILED = ("SyntaxError: ", "IndentationError: ", "TabError: ", "RecursionEr
 
 # Runs the solution, then the checks, and writes the results to a descriptor that the solution does not print to.
 HARNESS = """
-import json, os, sys
+import json, os, sys, types
+def plain(value):  # Counter, namedtuple and others equal a literal, but their repr is none
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    for kind, kinds in ((list, list), (tuple, tuple), (set, (set, frozenset))):
+        if isinstance(value, kinds):
+            return kind(map(plain, value))
+    return value
 with open("/box/checks.json") as file:
     plan = json.load(file)
 with open("/box/solution.py", encoding="utf-8", errors="surrogatepass") as file:
@@ -28,7 +35,9 @@ results = os.dup(1)
 nowhere = os.open("/dev/null", os.O_WRONLY)
 os.dup2(nowhere, 1)
 os.close(nowhere)
-space = {"__name__": "solution", "__file__": "/box/solution.py"}
+sys.modules["solution"] = types.ModuleType("solution")  # dataclasses look up the module of a class
+space = vars(sys.modules["solution"])
+space["__file__"] = "/box/solution.py"
 try:
     program = compile(source, "/box/solution.py", "exec")
 except (SyntaxError, ValueError, RecursionError, OverflowError) as error:
@@ -42,7 +51,7 @@ for check in plan["checks"]:
             target = space[name] if name in space else getattr(space["Solution"](), name)
             found.append({"value": json.dumps(target(*check["arguments"]))})
         elif "expression" in check:
-            found.append({"value": repr(eval(check["expression"], space))})
+            found.append({"value": repr(plain(eval(check["expression"], space)))})
         else:
             exec(check["statement"], space)
             found.append({"passed": plan["token"]})
@@ -151,7 +160,9 @@ def _fulfils(check: Check, wanted: object, result: CheckResult, token: str) -> b
     if not isinstance(text, str) or len(text) > _LONGEST_VALUE:
         return False
     try:
-        return bool((json.loads if "call" in check else ast.literal_eval)(text) == wanted)
+        if "call" in check:  # `wanted` may be a Python object with tuples, which are lists in JSON
+            return bool(json.loads(text) == json.loads(json.dumps(wanted)))
+        return bool(ast.literal_eval(text) == wanted)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False
 
@@ -159,7 +170,8 @@ def _fulfils(check: Check, wanted: object, result: CheckResult, token: str) -> b
 def parse_tests(ground_truth: object) -> CodeTests:
     """Return the tests in a sample's `ground_truth`, which is a value or its JSON text. The formats are:
 
-    - {"inputs": [text, ...], "outputs": [text, ...]}: standard input and expected standard output.
+    - {"inputs": [text, ...], "outputs": [text, ...]}: standard input and expected standard output. A text may be a
+      list of its lines.
     - {"fn_name": name, "inputs": [[argument, ...], ...], "outputs": [value, ...]}: calls of a function (or of a method
       of class Solution) and expected values.
     - {"asserts": [statement, ...]} or just the list. For `assert EXPRESSION == LITERAL` the value is compared outside
@@ -187,10 +199,14 @@ def parse_tests(ground_truth: object) -> CodeTests:
         calls: list[Check] = [{"call": truth["fn_name"], "arguments": list(arguments)} for arguments in truth["inputs"]]
         tests = CodeTests(checks=calls, expected=list(truth["outputs"]))
     else:
-        tests = CodeTests(pairs=[(str(given), str(wanted)) for given, wanted in zip(truth["inputs"], truth["outputs"])])
+        tests = CodeTests(pairs=[*zip(map(_joined, truth["inputs"]), map(_joined, truth["outputs"]))])
     if not len(tests):
         raise ValueError("ground_truth of a code problem has no tests: every program would pass")
     return tests
+
+
+def _joined(text: object) -> str:
+    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
 
 
 def _assert(statement: str) -> tuple[Check, object]:

@@ -59,6 +59,32 @@ def test_code_environment_scores_functions_by_assert_statements(env):
     assert score(env, "def f(x): return x / 0", truth)[1].startswith("runtime_error: ZeroDivisionError")
 
 
+def test_values_of_subclasses_that_equal_the_expected_value_pass(env):
+    program = "from collections import Counter, namedtuple\ndef count(x): return Counter(x)\ndef pairs(): return [namedtuple('P', 'x y')(1, 2)]"
+    truth = ["assert count('aab') == {'a': 2, 'b': 1}", "assert pairs() == [(1, 2)]"]
+    assert (
+        score(env, program + "\ndef values(x): return frozenset(x)", [*truth, "assert values('aa') == {'a'}"])[0] == 1.0
+    )
+    assert score(env, program, [*truth, "assert pairs() == [(1, 3)]"])[0] == 0.0
+    as_python_objects = {"fn_name": "pairs", "inputs": [[]], "outputs": [[(1, 2)]]}
+    assert score(env, program, as_python_objects) == (1.0, "passed")
+
+
+def test_standard_input_may_be_a_list_of_lines(env):
+    assert score(env, "print(input() + '\\n' + input())", {"inputs": [["3", "4"]], "outputs": [["3", "4"]]})[0] == 1.0
+
+
+def test_dataclass_with_postponed_annotations_runs(env):
+    lines = [
+        "from __future__ import annotations",
+        "from dataclasses import dataclass",
+        "@dataclass",
+        "class A:",
+        "    x: int",
+    ]
+    assert score(env, "\n".join([*lines, "def f(x): return A(x).x"]), ["assert f(2) == 2"]) == (1.0, "passed")
+
+
 def test_programs_that_exit_early_or_fake_the_expected_output_score_zero(env):
     """Programs that end early, that print what looks like success, or that equal everything."""
     truth = ["assert f(2) == 4", "assert f(3) == 9"]
@@ -143,6 +169,11 @@ def test_fraction_reward_of_the_code_environment_is_the_share_of_passed_tests():
 def test_code_is_extracted_from_the_last_code_block_of_a_response(env):
     assert extract_code("Sure:\n```python\nx = 1\n```\nor better\n```py\nx = 2\n```\nDone.") == "x = 2\n"
     assert extract_code("```\nx = 3") == "x = 3"
+    assert (
+        extract_code("```python3\r\nx = 5\n```\nIt prints\n```\n5\n```\nRun it:\n```bash\npython x.py\n```\nDone.")
+        == "x = 5\n"
+    )
+    assert extract_code("```text\n1\n```\n```\nx = 6\n```\n") == "x = 6\n"
     assert extract_code("x = 4") == "x = 4"
     assert score(env, "Here it is:\n```python\nprint(2 * int(input()))\n```", DOUBLE)[0] == 1.0
     assert score(env, " 2 * x\n", ["assert f(4) == 8"], code_prefix="def f(x):\n    return")[0] == 1.0

@@ -16,10 +16,10 @@ TOGETHER = ("tests/unit/cuda/",)  # its tests share the compiled kernels
 # approximate seconds of the long units; all other units come after them
 SECONDS = {
     "tests/unit/cuda/": 130, "tests/unit/environments/test_ray_environment.py": 100,
-    "tests/integration/test_user_code_everywhere.py": 80, "tests/integration/test_ppo_tiny.py": 75,
-    "tests/integration/test_modes_tiny.py": 70, "tests/unit/distributed/test_two_nodes.py": 60,
+    "tests/integration/test_user_code_everywhere.py": 60, "tests/integration/test_ppo_tiny.py": 40,
+    "tests/integration/test_modes_tiny.py": 50, "tests/unit/distributed/test_two_nodes.py": 60,
     "tests/unit/ops/test_capabilities.py": 60, "tests/unit/distributed/test_launch.py": 60,
-    "tests/integration/test_several_processes.py": 60, "tests/documents/test_snippets.py": 55,
+    "tests/integration/test_several_processes.py": 45, "tests/documents/test_snippets.py": 55,
     "tests/unit/ops/test_weight_blocks.py": 50, "tests/unit/distributed/test_ray_workers.py": 45,
     "tests/integration/test_dedicated_engines.py": 45, "tests/integration/test_hf_tiny.py": 40,
     "tests/integration/test_resume.py": 35, "tests/parity/test_hf_model.py": 35,

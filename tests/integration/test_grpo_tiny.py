@@ -12,7 +12,7 @@ NEMOTRON_3 = tiny.MAMBA2 | {
     "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 2.5, "moe_latent_size": 32,
 }  # fmt: skip
 LEARNERS = [
-    pytest.param(layers, seed, marks=() if (name, seed) in (("plain", 2), ("recurrent", 2), ("mamba2", 2)) else pytest.mark.long, id=f"{name}-{seed}")
+    pytest.param(layers, seed, marks=() if (name, seed) == ("plain", 2) else pytest.mark.long, id=f"{name}-{seed}")
     for name, layers, seeds in (("plain", {}, (1, 2, 3)), ("experts", tiny.EXPERTS, (2,)), ("recurrent", tiny.RECURRENT, (1, 2, 3)), ("mamba2", tiny.MAMBA2, (2,)))
     for seed in seeds
 ]  # fmt: skip
@@ -181,14 +181,13 @@ def test_two_runs_with_the_same_seed_end_with_bit_identical_weights(tmp_path):
     assert other.policy.weight_digest() != runs[0].policy.weight_digest()
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        "olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3_text", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5_text", "qwen3_5_moe_text", "gpt_oss", "nemotron_h", "nemotron_h_moe", "glm4_moe",
-        "deepseek_v3", "glm4_moe_lite",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("architecture, precision", [
+    *((name, "bfloat16") for name in (
+        "olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3_text", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5_text",
+        "qwen3_5_moe_text", "gpt_oss", "nemotron_h", "nemotron_h_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite")),
+    # every kind of layer
+    *((name, "float32") for name in ("gemma2", "phi3", "qwen2_moe", "qwen3_5_text", "gpt_oss", "nemotron_h_moe", "deepseek_v3")),
+])  # fmt: skip
 def test_generation_and_training_logprobs_are_equal_for_every_architecture(architecture, precision, tmp_path):
     activation = "silu" if architecture.startswith("qwen3_5") else "gelu_pytorch_tanh"
     made = {"model_type": architecture, "sliding_window": 9, "hidden_act": activation}
@@ -208,6 +207,6 @@ def test_generation_and_training_logprobs_are_equal_for_every_architecture(archi
         made |= tiny.RECURRENT | {"model_type": architecture}
     if architecture.startswith("nemotron_h"):
         made = NEMOTRON_3 if architecture.endswith("moe") else tiny.MAMBA2
-    run = tiny.train(tmp_path, *tiny.SMALL, *tiny.shaped(made), f"policy.precision={precision}", "grpo.max_num_steps=4")
-    assert [row["max_logprob_gap"] for row in run.history] == [0.0] * 4
+    run = tiny.train(tmp_path, *tiny.SMALL, *tiny.shaped(made), f"policy.precision={precision}", "grpo.max_num_steps=3")
+    assert [row["max_logprob_gap"] for row in run.history] == [0.0] * 3
     assert all(row["grad_norm"] > 0 for row in run.history)

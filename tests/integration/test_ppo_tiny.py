@@ -11,7 +11,7 @@ def train(folder, *overrides, config="ppo_tiny.yaml", **options):
     return tiny.train(folder, *overrides, config=config, **options)
 
 
-SEEDS = {"ppo_tiny.yaml": (2,), "vapo_tiny.yaml": (2,), "ppo_tiny_raw_reward.yaml": (2,)}
+SEEDS = {"ppo_tiny.yaml": (2,), "vapo_tiny.yaml": (), "ppo_tiny_raw_reward.yaml": ()}
 
 
 def check(config, learned):
@@ -65,7 +65,7 @@ def test_ppo_run_ends_without_an_update_if_all_samples_of_a_step_are_masked(tmp_
     assert (run.policy.weight_digest(), run.critic.model.weight_digest()) == before
 
 
-@pytest.mark.parametrize("epochs, updates", [(1, 1), (2, 1), (2, 4)])
+@pytest.mark.parametrize("epochs, updates", [(1, 1), (2, 4)])
 def test_ppo_weights_are_identical_with_reused_and_recomputed_generation_logprobs(tmp_path, epochs, updates):
     """Scoring the batch beforehand changes nothing, in the first pass over it and in later ones."""
     options = (

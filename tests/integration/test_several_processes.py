@@ -57,7 +57,7 @@ def trained(folder: Path, steps: int, *overrides: str, config: str = "grpo_tiny.
 @pytest.mark.parametrize(
     "config, overrides, steps, others",
     [
-        ("grpo_tiny.yaml", BATCH, 4, (workers(2), workers(4) + SHARDED, workers(2, "ray") + SHARDED)),
+        ("grpo_tiny.yaml", BATCH, 4, (workers(2), workers(4) + SHARDED)),
         ("dapo_tiny.yaml", (), 3, (workers(2) + BESIDE,)),
         ("ppo_tiny.yaml", (), 3, (workers(2) + SHARDED, workers(4) + BESIDE)),
         ("grpo_guess_number.yaml", (), 2, (workers(2),)),

@@ -230,7 +230,8 @@ class AsyncCollector(RolloutCollector):
             paused = self._until_weights_may_change()
             if paused is None:
                 self._finish()
-        ready, version = len(self._batches) - (paused is not None), self.state.step
+        ready = sum(batch.done() and batch.result() is not None for batch in self._batches)
+        version = self.state.step
         metrics = self.refresh(timer)
         if paused is not None:
             paused.given.set_result(None)

@@ -243,11 +243,14 @@ def test_async_run_generates_nothing_after_the_last_step_or_epoch():
     for age in (1, 2):
         turns, state = Turns([]), TrainState(max_num_epochs=2)
         maker = Maker(turns, state, epochs=lambda number: int(number % 2 == 1))  # two batches an epoch
-        collection = collector_of(maker, state, turns, age=age)
+        collection, ready = collector_of(maker, state, turns, age=age), []
         while not state.finished:
-            for _ in range(collection.collect(Timer()).finished_epochs):
+            collected = collection.collect(Timer())
+            ready.append(collected.metrics["buffer_size"])
+            for _ in range(collected.finished_epochs):
                 state.next_epoch()
             state.advance()
+        assert ready == [[0, 1, 1, 1], [0, 2, 2, 1]][age - 1]
         assert (state.step, maker.number, state.stop_reason) == (4, 4, "max_num_epochs")
         turns.end()
 

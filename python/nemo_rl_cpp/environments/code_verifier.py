@@ -6,9 +6,10 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from nemo_rl_cpp.environments.sandbox import Limits, Outcome, run_program
 from nemo_rl_cpp.environments.sandbox.inside import BOX
@@ -173,7 +174,8 @@ def parse_tests(ground_truth: object) -> CodeTests:
     - {"inputs": [text, ...], "outputs": [text, ...]}: standard input and expected standard output. A text may be a
       list of its lines.
     - {"fn_name": name, "inputs": [[argument, ...], ...], "outputs": [value, ...]}: calls of a function (or of a method
-      of class Solution) and expected values.
+      of class Solution) and expected values. Arguments and value of a call may be texts in JSON, with one argument per
+      line, as in LiveCodeBench.
     - {"asserts": [statement, ...]} or just the list. For `assert EXPRESSION == LITERAL` the value is compared outside
       the program. Any other statement runs inside the program, where a malicious program could fake its success.
 
@@ -191,13 +193,11 @@ def parse_tests(ground_truth: object) -> CodeTests:
             f"ground_truth of a code problem needs inputs and outputs, or asserts, not {str(truth)[:80]!r}"
         )
     if "asserts" in truth:
-        checks, expected = zip(*(_assert(text) for text in truth["asserts"])) if truth["asserts"] else ((), ())
-        tests = CodeTests(checks=list(checks), expected=list(expected))
+        tests = _checked(map(_assert, truth["asserts"]))
     elif len(truth["inputs"]) != len(truth["outputs"]):
         raise ValueError(f"ground_truth has {len(truth['inputs'])} inputs and {len(truth['outputs'])} outputs")
     elif truth.get("fn_name"):
-        calls: list[Check] = [{"call": truth["fn_name"], "arguments": list(arguments)} for arguments in truth["inputs"]]
-        tests = CodeTests(checks=calls, expected=list(truth["outputs"]))
+        tests = _checked(map(partial(_call, truth["fn_name"]), truth["inputs"], truth["outputs"]))
     else:
         tests = CodeTests(pairs=[*zip(map(_joined, truth["inputs"]), map(_joined, truth["outputs"]))])
     if not len(tests):
@@ -207,6 +207,23 @@ def parse_tests(ground_truth: object) -> CodeTests:
 
 def _joined(text: object) -> str:
     return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
+
+
+def _checked(cases: Iterable[tuple[Check, object]]) -> CodeTests:
+    pairs = list(cases)
+    return CodeTests(checks=[check for check, _ in pairs], expected=[wanted for _, wanted in pairs])
+
+
+def _call(name: str, given: object, wanted: object) -> tuple[Check, object]:
+    """Return (check, expected value) of a call. In a text each line is an argument in JSON, and `wanted` is JSON."""
+    if not isinstance(given, str):
+        return {"call": name, "arguments": list(given)}, wanted
+    try:
+        return {"call": name, "arguments": [json.loads(line) for line in given.split("\n")]}, json.loads(wanted)
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"ground_truth has the arguments {given[:80]!r} and the value {str(wanted)[:80]!r}: as texts, each line must be JSON"
+        ) from None
 
 
 def _assert(statement: str) -> tuple[Check, object]:

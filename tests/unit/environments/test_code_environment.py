@@ -49,6 +49,8 @@ def test_code_environment_scores_functions_by_calls_with_the_arguments_of_the_te
     assert score(env, "def add(a, b): return 3", truth) == (0.0, "wrong_answer: 1 of 3 tests passed")
     assert score(env, "def sub(a, b): return 3", truth)[1].startswith("runtime_error")
     assert score(env, "def add(a, b): return {1, 2}", truth)[1].startswith("runtime_error: TypeError")
+    as_text = {"fn_name": "add", "inputs": ["1\n2", '"a"\n"b"', "[1]\n[2]"], "outputs": ["3", '"ab"', "[1, 2]"]}
+    assert score(env, "def add(a, b): return a + b", as_text) == (1.0, "passed")
 
 
 def test_code_environment_scores_functions_by_assert_statements(env):

@@ -301,7 +301,7 @@ class ChatAnswer(TextAnswer):
             return spelled, chat.ParsedToolCalls(spelled.text)
         end = self.served.tokenizer.decode(self.prompts[0][-chat.ENOUGH_IDS :], skip_special_tokens=False)
         opens_thinking = end.rstrip().endswith(chat.THINK)  # as the templates of some reasoning models do
-        return spelled, chat.find_calls(spelled.text, f"{self.id[-8:]}_{k}", opens_thinking)
+        return spelled, chat.find_calls(spelled.text, f"{self.id[-8:]}_{k}", opens_thinking, self._tools)
 
     def _complete(self, k: int, sample: Sample, name: str = "message") -> Json:
         """Return the `choices` entry of the complete response `k`, whose message has the key `name`."""

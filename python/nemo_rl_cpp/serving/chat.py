@@ -21,6 +21,8 @@ MARKS = (MARK, "</tool_call>", THINK, END_OF_THINKING)
 """The tags that separate the parts of a response; in some tokenizers they are special tokens."""
 _PART = re.compile(rf"{THINK}|{MARK}\s*")
 _END = re.compile(r"\s*</tool_call>")
+_FUNCTION, _END_OF_FUNCTION = re.compile(r"<function=([^>\n]+)>\s*"), re.compile(r"</function>\s*</tool_call>")
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,12 @@ class ParsedToolCalls:
     calls: list[Call] = field(default_factory=list)
 
 
-def find_calls(text: str, request_id: str, thinks: bool = False) -> ParsedToolCalls:
+def find_calls(text: str, request_id: str, thinks: bool = False, tools: Tools | None = None) -> ParsedToolCalls:
     """Extract the tool calls from the text of a response, except those in the reasoning block. If `thinks`, the text
-    begins inside this block. A call that is not a JSON object with a name stays in the text."""
+    begins inside this block. `tools`, the request's, give the types of arguments that are written without JSON.
+
+    A call is a JSON object with a name, or `<function=NAME>` with `<parameter=NAME>` inside, as Qwen3.5 and Nemotron 3
+    write it. Anything else stays in the text."""
     calls: list[Call] = []
     kept, copied = [], 0
     at = _end_of_thinking(text, 0) if thinks else 0
@@ -50,11 +55,11 @@ def find_calls(text: str, request_id: str, thinks: bool = False) -> ParsedToolCa
         if part[0] == THINK:
             at = _end_of_thinking(text, part.end())
             continue
-        found = _call(text, part.end(), f"call_{request_id}_{len(calls)}")
+        found = _call(text, part.end()) or _tagged_call(text, part.end(), tools or ())
         at = part.end()
         if found is not None:
-            call, at = found
-            calls.append(call)
+            name, arguments, at = found
+            calls.append(Call(f"call_{request_id}_{len(calls)}", name, arguments))
             kept.append(text[copied : part.start()])
             copied = at
     return ParsedToolCalls("".join([*kept, text[copied:]]).strip() if calls else text, calls)
@@ -65,8 +70,9 @@ def _end_of_thinking(text: str, begin: int) -> int:
     return len(text) if end < 0 else end + len(END_OF_THINKING)
 
 
-def _call(text: str, begin: int, call_id: str) -> tuple[Call, int] | None:
-    """Parse the tool call whose JSON starts at `begin`. Return (call, index of its end), or None if it is invalid."""
+def _call(text: str, begin: int) -> tuple[str, str, int] | None:
+    """Parse the tool call whose JSON starts at `begin`. Return (name, arguments as JSON, index of the call's end), or None
+    if it is invalid."""
     try:
         content, at = json.JSONDecoder().raw_decode(text, begin)
     except (ValueError, RecursionError):
@@ -76,7 +82,32 @@ def _call(text: str, begin: int, call_id: str) -> tuple[Call, int] | None:
         return None
     arguments = content.get("arguments", content.get("parameters", {}))
     written = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return Call(call_id, content["name"], written), end.end()
+    return content["name"], written, end.end()
+
+
+def _tagged_call(text: str, begin: int, tools: Tools) -> tuple[str, str, int] | None:
+    """Parse the tool call whose `<function=NAME>` starts at `begin`. Return what `_call` returns."""
+    function = _FUNCTION.match(text, begin)
+    if function is None:
+        return None
+    schemas = [tool.get("function") or {} for tool in tools]
+    own = next((schema for schema in schemas if schema.get("name") == function[1]), {})
+    properties = (own.get("parameters") or {}).get("properties") or {}
+    arguments, at = {}, function.end()
+    while (parameter := _PARAMETER.match(text, at)) is not None:
+        name, value = parameter.groups()
+        arguments[name] = _typed(value, properties.get(name) or {})
+        at = parameter.end()
+    end = _END_OF_FUNCTION.match(text, at)
+    return None if end is None else (function[1], json.dumps(arguments), end.end())
+
+
+def _typed(value: str, schema: Mapping[str, object]) -> object:
+    """Return an argument written without JSON, parsed unless its JSON schema allows a string or gives no type."""
+    types = json.dumps([schema.get("type"), schema.get("anyOf")])
+    if types == "[null, null]" or '"string"' in types:
+        return value
+    return _parsed({"True": "true", "False": "false", "None": "null"}.get(value, value))
 
 
 _PLACE = "9001place1009"  # digits and letters, which templates do not change

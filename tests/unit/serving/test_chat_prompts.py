@@ -1,5 +1,7 @@
 """Conversations as token ids, text streams and tool calls."""
 
+import json
+
 import pytest
 from nemo_rl_cpp.data.texts import TextStream
 from nemo_rl_cpp.data.tokenizer import Tokenizer
@@ -12,7 +14,7 @@ from nemo_rl_cpp.serving.answers import (
     completion_logprobs,
 )
 from nemo_rl_cpp.serving.bodies import ChatBody, ChatMessage, CompletionBody
-from nemo_rl_cpp.serving.chat import MARKS, AssistantTurn, chat_prompt, find_calls, turn_of
+from nemo_rl_cpp.serving.chat import MARKS, AssistantTurn, ParsedToolCalls, chat_prompt, find_calls, turn_of
 from nemo_rl_cpp.serving.engine import LENGTH, STOP_STRING, Progress, Sample, Sampling
 from nemo_rl_cpp.serving.model import ServedModel
 from served import SPECIAL, TEMPLATE
@@ -122,6 +124,40 @@ def test_server_parses_tool_calls_in_responses_and_returns_malformed_tool_calls_
     for inner in ("{</tool_call>", "[1]</tool_call>", '{"name": 5}</tool_call>', ""):
         broken = find_calls(f"<tool_call>{inner}", "1")
         assert broken.text == f"<tool_call>{inner}" and not broken.calls
+
+
+TAGGED = """<tool_call>
+<function=add>
+<parameter=a>
+7
+</parameter>
+<parameter=text>
+7
+ <b>
+</parameter>
+<parameter=exact>
+True
+</parameter>
+</function>
+</tool_call>"""
+
+
+def test_server_parses_tool_calls_that_are_written_with_tags():
+    types = {
+        "a": {"type": "integer"},
+        "text": {"type": "string"},
+        "exact": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    }
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": types}}}
+    found = find_calls(f"Two: {TAGGED}\n{TAGGED}", "1", tools=[tool])
+    assert found.text == "Two:" and [call.id for call in found.calls] == ["call_1_0", "call_1_1"]
+    assert [call.name for call in found.calls] == ["add", "add"]
+    assert json.loads(found.calls[0].arguments) == {"a": 7, "text": "7\n <b>", "exact": True}
+    (without_types,) = find_calls(TAGGED, "1").calls
+    assert json.loads(without_types.arguments)["a"] == "7"
+    cut = TAGGED.replace("</function>", "")
+    assert find_calls(cut, "1") == ParsedToolCalls(cut)
+    assert find_calls("<tool_call><function=now></function></tool_call>", "1").calls[0].arguments == "{}"
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "</tool_call><think>"}}\n</tool_call>'

@@ -68,11 +68,6 @@ def test_global_batch_without_a_valid_sample_does_not_change_means_over_global_b
     assert mult_prob_error([(11.0, 11.0)], [(0.0, 0.0)] * len(masked)) == 1.0
 
 
-def test_token_mult_prob_error_of_micro_batches_is_summed_in_float64():
-    metrics = aggregate_microbatch_metrics({"token_mult_prob_error": [0.5, 0.5 + 2.0**-50]})
-    assert metrics["token_mult_prob_error"] == 1.0 + 2.0**-50
-
-
 def test_micro_batches_without_valid_samples_are_excluded_from_metrics():
     ratios = {"probs_ratio_min": [INF, 0.5], "probs_ratio_max": [1.5, -INF]}
     metrics = aggregate_microbatch_metrics({"loss": [1.0, 9.0], "num_valid_samples": [1.0, 0.0], **ratios})

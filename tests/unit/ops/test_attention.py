@@ -131,16 +131,6 @@ def test_attention_output_matches_a_float64_reference(shape, dtype, window):
     assert np.abs(lse.double().numpy() - want_lse).max() <= (1e-12 if dtype == torch.float64 else 3e-6)
 
 
-@pytest.mark.parametrize("dtype,limit", [(torch.float32, 3e-6), (torch.float64, 1e-12)])
-def test_attention_output_matches_torchs_scaled_dot_product_attention(dtype, limit):
-    n, k, h = shape = (6, 2, 64)
-    qkv = random_qkv(300, shape, dtype)
-    out, _ = C.attention_forward(qkv, [(0, 300, 0, 0)], heads_of(shape))
-    q, key, v = qkv.view(300, n + 2 * k, h).transpose(0, 1).split([n, k, k])
-    want = torch.nn.functional.scaled_dot_product_attention(q, key, v, is_causal=True, enable_gqa=True)
-    assert (out - want.transpose(0, 1).reshape(300, -1)).abs().max() <= limit
-
-
 def test_attention_with_large_scores_does_not_overflow():
     shape = (1, 1, 16)
     qkv = random_qkv(100, shape, torch.float32) * 60

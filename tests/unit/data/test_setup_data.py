@@ -43,10 +43,6 @@ def test_validation_rows_are_split_from_a_single_data_set(smollm2):
     assert val[0]["message_log"][0]["content"].endswith(" = ") and val[0]["extra_env_info"]["ground_truth"].isdigit()
 
 
-def test_null_data_validation_section_gives_no_validation_data(smollm2):
-    assert load_response_data(smollm2, data(train=ARITHMETIC, validation=None)).validation is None
-
-
 def test_several_data_sets_are_merged_and_each_environment_is_created_once(smollm2, environments):
     config = data(
         train=[ARITHMETIC, {**REVERSE, "split_validation_size": 3}],

@@ -1,6 +1,5 @@
 """`nemo-rl-cpp generate --chat`: which chat template it uses, and what it says of it."""
 
-import json
 import sys
 import warnings
 
@@ -112,19 +111,6 @@ def test_evaluation_reports_prompt_settings_that_differ_from_the_training_run(tm
     folder = checkpoint(tmp_path, OWN, run) / "policy" / "weights"
     remarks = differences_from_run(folder, TokenizerConfig(name=str(folder), **section))
     assert (remarks == []) if said is None else (len(remarks) == 1 and said in remarks[0])
-
-
-def test_text_generation_continues_after_invalid_utf8_bytes(tmp_path):
-    """Random weights on a tokenizer with byte fallback: the stream of text goes on behind them."""
-    from tokenizer_folders import KINDS, TEXT, write
-
-    folder = write(KINDS["llama2"], tmp_path)
-    (folder / "generation_config.json").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
-    generator = TextGenerator(folder, precision="float32")
-    done = [generator.generate(TEXT, max_new_tokens=60, seed=seed).token_ids for seed in range(5)]
-    assert all(len(ids) == 60 or ids[-1] == 2 for ids in done) and any(len(ids) == 60 for ids in done)
 
 
 @pytest.mark.parametrize(("messages", "said"), [

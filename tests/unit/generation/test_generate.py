@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import served
@@ -14,8 +13,6 @@ from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.weights import save_weights
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 PROMPT, EOS = "12+3=", 2
 
@@ -59,13 +56,6 @@ def test_text_generator_gives_the_same_tokens_as_generation_in_a_training_run(pr
 def test_text_generator_and_policy_round_weights_to_bfloat16_identically(folder):
     text = TextGenerator(folder, precision="bfloat16").generate(PROMPT, max_new_tokens=12, greedy=True)
     assert text.token_ids == engines_ids(make_policy("bfloat16"), greedy=True)
-
-
-def test_streamed_pieces_of_a_response_concatenate_to_the_full_text(folder):
-    pieces = []
-    done = TextGenerator(folder).generate(PROMPT, max_new_tokens=12, on_text=pieces.append)
-    whole = tiny_tokenizer().decode(done.token_ids, skip_special_tokens=True)
-    assert len(pieces) > 1 and "".join(pieces) == done.text == whole
 
 
 def test_finish_reason_is_length_at_the_token_limit_and_stop_at_a_stop_string_or_token(folder):
@@ -203,28 +193,3 @@ def test_generate_command_reads_the_prompt_from_standard_input(folder, monkeypat
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
     assert main(["generate", "--model", str(folder), "--greedy", "--max-new-tokens", "5"]) == 0
     assert capsys.readouterr().out.strip() == TextGenerator(folder).generate(PROMPT, greedy=True, max_new_tokens=5).text
-
-
-@pytest.mark.parametrize("cut", [1, 2, 3])
-def test_incomplete_utf8_character_at_the_end_of_a_response_is_shown_as_in_transformers(cut):
-    """Four tokens of one byte each are a character; an answer that ends before the fourth ends with U+FFFD."""
-    backend = Backend(
-        models.BPE({character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
-    )
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    ids = backend.encode("a\U0001f642").ids
-    assert len(ids) == 5
-
-    class Model:
-        def generate(self, prompt, on_token, **settings):
-            for token in ids[: 1 + cut]:
-                on_token(token)
-            return "length"
-
-    generator = TextGenerator.__new__(TextGenerator)
-    generator.tokenizer = SimpleNamespace(backend_tokenizer=backend, encode=lambda text, **_: backend.encode(text).ids)
-    generator._model, generator.max_length, generator._end_token_ids = Model(), None, []
-    generator._encode, told = lambda prompt: [0], []
-    written = generator.generate("b", on_text=told.append)
-    assert written.text == backend.decode(ids[: 1 + cut]) and written.text.startswith("a\ufffd")
-    assert "".join(told) == written.text and written.token_ids == ids[: 1 + cut]

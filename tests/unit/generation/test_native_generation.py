@@ -41,8 +41,7 @@ def are_equal(a, b):
 
 
 @pytest.mark.parametrize("family", LAYERS)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("precision, threads", [("float32", 1), ("bfloat16", 2)])
 def test_generation_and_trainer_logprobs_are_bit_identical(family, precision, threads):
     def compare(batch, chunk, generations, share=True):
         overrides = {"model_type": family, **LAYERS[family]}

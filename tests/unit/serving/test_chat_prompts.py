@@ -5,17 +5,10 @@ import json
 import pytest
 from nemo_rl_cpp.data.texts import TextStream
 from nemo_rl_cpp.data.tokenizer import Tokenizer
-from nemo_rl_cpp.serving.answers import (
-    ChatAnswer,
-    CompletionAnswer,
-    Header,
-    Speller,
-    chat_logprobs,
-    completion_logprobs,
-)
+from nemo_rl_cpp.serving.answers import ChatAnswer, CompletionAnswer, Header, Speller, completion_logprobs
 from nemo_rl_cpp.serving.bodies import ChatBody, ChatMessage, CompletionBody
 from nemo_rl_cpp.serving.chat import MARKS, AssistantTurn, ParsedToolCalls, chat_prompt, find_calls, turn_of
-from nemo_rl_cpp.serving.engine import LENGTH, STOP_STRING, Progress, Sample, Sampling
+from nemo_rl_cpp.serving.engine import LENGTH, STOP_STRING, Sample, Sampling
 from nemo_rl_cpp.serving.model import ServedModel
 from served import SPECIAL, TEMPLATE
 from tokenizer_folders import byte_fallback, byte_level
@@ -93,28 +86,6 @@ def test_reasoning_content_of_an_earlier_response_is_passed_to_the_chat_template
     turns = (turn_of("user", "what is"), turn_of("assistant", "there"))
     ids = chat_prompt(tokenizer, conversation, None, [AssistantTurn(turns, [7, 8], False)])
     assert "is it not?there" in tokenizer.decode(ids)
-
-
-def test_served_response_cut_within_a_utf8_character_ends_with_a_replacement_character(tokenizer):
-    ids = ids_of(tokenizer, "x\U0001f642")[:-1]
-    whole, pieces = tokenizer.decode(ids), pieces_of(tokenizer, ids)
-    assert whole == "x\ufffd" == "".join(TextStream(tokenizer).push(ids, last=True))
-    assert "".join(pieces) == whole and len(pieces) == len(ids)
-
-
-def test_served_logprobs_contain_text_offsets_and_the_bytes_of_partial_utf8_characters(tokenizer):
-    ids, model = ids_of(tokenizer, "x\U0001f642"), model_of(tokenizer)
-    spelled = Speller(TextStream(tokenizer)).take(Sample(ids, [-1.0] * len(ids), LENGTH))
-    content = chat_logprobs(model.bytes_of_token, spelled)["content"]
-    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == "x\U0001f642" and len(content) > 2
-    answer = CompletionAnswer(model, CompletionBody(prompt="x", logprobs=0, stream=True), None, "1")
-    at, ids = 0, ids_of(tokenizer, "Hello there")
-    for token in ids:
-        (chunk,) = answer.chunk(Header("1", "m", 0), Progress(0, Sample([token], [-1.0])))
-        told = chunk["choices"][0]["logprobs"]
-        assert told["text_offset"] == [at]
-        at += len(told["tokens"][0])
-    assert at == len("Hello there") and len(ids) > 1
 
 
 def test_server_parses_tool_calls_in_responses_and_returns_malformed_tool_calls_as_text():

@@ -135,10 +135,7 @@ FROZEN = [pytest.param(name, True, id=f"{name}-frozen routers") for name in ("qw
 @pytest.mark.parametrize(
     "name, freezes",
     [
-        *((name, False) for name in (
-            "llama_tied", "qwen2", "qwen3", "olmo3", "granite_tied_biases", "phi3", "gemma3", "qwen3_moe", "qwen2_moe",
-            "deepseek_v3", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "nemotron_h", "nemotron_h_latent_experts",
-        )),
+        *((name, False) for name in ("llama_tied", "gemma3", "deepseek_v3", "qwen3_5_moe", "gpt_oss", "nemotron_h")),
         *FROZEN,
     ],
 )  # fmt: skip
@@ -189,13 +186,12 @@ def test_weights_after_ten_adamw_steps_match_torch_adamw(name, freezes, tmp_path
         "nemotron_h_latent_experts", "nemotron_h_groups_of_experts",
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
-def test_saved_checkpoint_gives_the_same_logits_in_transformers(name, shard_bytes, tmp_path):
+def test_saved_checkpoint_gives_the_same_logits_in_transformers(name, tmp_path):
     from transformers import AutoModelForCausalLM
 
     hf = build(name, tmp_path / "in")
     model = load(tmp_path / "in")
-    save_weights(model, tmp_path / "out", read_config(tmp_path / "in"), max_shard_bytes=shard_bytes)
+    save_weights(model, tmp_path / "out", read_config(tmp_path / "in"), max_shard_bytes=20_000)
     eager = dict(attn_implementation="eager", experts_implementation="eager")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **eager).eval()
     expected, loaded = hf.state_dict(), again.state_dict()

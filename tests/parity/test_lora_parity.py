@@ -75,7 +75,7 @@ MIXTURES = [*DEFAULT_ROPE, "deepseek_v3", "gpt_oss"]
     [
         (name, targets)
         for name in ("llama_tied", "llama_biases", "qwen2", "qwen3", "olmo2_gelu", "phi3", "granite", "qwen3_5")
-        for targets in DENSE
+        for targets in (DENSE if name in ("llama_biases", "qwen3_5") else DENSE[:1])
     ]
     + [(name, targets) for name in (*DEFAULT_ROPE, *MAMBA) for targets in ("all", "experts")],
 )
@@ -298,11 +298,3 @@ def test_lora_adapter_of_gemma_3_with_images_loads_in_peft_onto_the_whole_model(
     assert (C.Trainer(again).logits(ids) - ours).abs().max() > 1e-2
     lora.load(tmp_path / "out", again)
     assert torch.equal(C.Trainer(again).logits(ids), ours)
-
-
-def test_merged_lora_weights_load_unchanged_in_transformers(tmp_path):
-    hf, model, folder = saved(tmp_path, "qwen3_tied")
-    merged = type(hf).from_pretrained(folder, attn_implementation="eager").eval()
-    weights = named_views(model.specs, model.compute)
-    for name, parameter in merged.named_parameters():
-        assert torch.equal(parameter, weights[name]), name

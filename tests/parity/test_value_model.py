@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import build, by_checkpoint_names, configurations, recur_in_float64
+from models import build, by_checkpoint_names, recur_in_float64
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss import MseValueLossConfig, MseValueLossFn
 from nemo_rl_cpp.config.policy import ValueConfig
@@ -11,7 +11,8 @@ from nemo_rl_cpp.models.lm_value import Value
 from nemo_rl_cpp.models.weights import load_weights, named_views
 from test_hf_model import ragged_batch
 
-NAMES = sorted(configurations())
+# the decoders themselves are compared in test_hf_model.py
+NAMES = ("llama_tied", "granite_tied_biases", "phi3", "gemma3", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_5_moe", "qwen3_next", "nemotron_h_experts")  # fmt: skip
 
 
 def pair(name, folder, dtype):

@@ -1,4 +1,5 @@
-"""Adapters of the native core: the effective weights, the gradients by the chain rule of dense ones, and what stays as it is."""
+"""Adapters of the native core: the effective weights, sums of small updates, and what stays as it is. Their gradients are compared with
+torch's tape in tests/parity/test_lora_parity.py."""
 
 import pytest
 import torch
@@ -92,99 +93,11 @@ def test_merged_lora_weights_are_the_base_weights_plus_the_scaled_product_of_b_a
         assert dtype != torch.bfloat16 or (now != expected).double().mean() < 0.01
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merged_lora_weights_with_zero_b_are_bit_identical_to_the_base_weights(dtype):
-    plain = base(dtype)
-    named_views(plain.specs, plain.compute)["model.layers.0.mlp.up_proj.weight"][3, 5] = -0.0
-    plain.masters_changed()
-    before = plain.digest()
-    plain.adapt(DIM, ALPHA, ALL)
-    draw(plain, spread=0.0)
-    assert plain.digest() == before
-
-
-BFLOAT16 = [
-    (targets, changes, 0, torch.bfloat16, 0.01) for targets, changes in ((ALL, {}), (ALL_OF_RECURRENT, RECURRENT))
-]
-
-
-@pytest.mark.parametrize(
-    "targets, changes, top_k, dtype, bound",
-    [*((targets, {}, top_k, torch.float64, 1e-10) for targets in (ALL, SOME) for top_k in (0, 7)), *BFLOAT16],
-)
-def test_lora_gradients_follow_from_full_matrix_gradients_by_the_chain_rule(targets, changes, top_k, dtype, bound):
-    """W' = W + s B A, so dA = s Bᵀ dW' and dB = s dW' Aᵀ, where dW' is the gradient of the same weights trained whole."""
-    model = adapted(dtype, targets, **changes)
-    out, trainer = backward(model, top_k=top_k)
-    whole = C.DecoderModel(native_config({**CONFIG, **changes}), dtype, True)
-    whole.masters.copy_(model.compute)
-    whole.masters_changed()
-    expected_out, dense = backward(whole, top_k=top_k)
-    assert torch.equal(out, expected_out)
-    factors, ours = (named_views(model.trained_layout.specs, flat) for flat in (model.masters, trainer.grads))
-    of_weights = named_views(whole.specs, dense.grads)
-    assert len(ours) == 2 * len(targets) and ours.keys() == factors.keys()
-    for module in (target.removesuffix(".weight") for target in targets):
-        a, b = (factors[f"{module}.lora_{which}.weight"] for which in "AB")
-        d_w = ALPHA / DIM * of_weights[f"{module}.weight"]
-        for which, expected in (("A", b @ d_w), ("B", a @ d_w.t())):
-            found = ours[f"{module}.lora_{which}.weight"]
-            assert found.dtype == factors[f"{module}.lora_A.weight"].dtype
-            assert 0 < expected.norm() and (found - expected).norm() <= bound * expected.norm(), (module, which)
-
-
-@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.01)])
-def test_lora_weights_and_gradients_of_moe_experts_follow_from_full_matrices_by_the_chain_rule(dtype, bound):
-    """Of expert e the rows [e dim, (e + 1) dim) of A, and of B, which is transposed: W' = W + s B A, dA = s Bᵀ dW' and
-    dB = s dW' Aᵀ. Gate and up are the rows of one W."""
-    frozen, model = weights(base(dtype, **MIXTURE)), adapted(dtype, ALL_OF_MIXTURE, **MIXTURE)
-    now, trainer = weights(model), backward(model)[1]
-    whole = C.DecoderModel(native_config({**CONFIG, **MIXTURE}), dtype, True)
-    whole.masters.copy_(model.compute)
-    whole.masters_changed()
-    of_weights, s = named_views(whole.specs, backward(whole)[1].grads), ALPHA / DIM
-    factors, ours = (named_views(model.trained_layout.specs, flat) for flat in (model.masters, trainer.grads))
-    for module, parts in (("experts.base_layer", ("gate_proj", "up_proj")), ("experts", ("down_proj",))):
-        for layer, e in ((layer, e) for layer in range(2) for e in range(MIXTURE["num_experts"])):
-            mlp, rows = f"model.layers.{layer}.mlp", slice(e * DIM, (e + 1) * DIM)
-            names = [f"{mlp}.experts.{e}.{part}.weight" for part in parts]
-            a, b = (factors[f"{mlp}.{module}.lora_{which}.weight"][rows] for which in "AB")
-            d_a, d_b = (ours[f"{mlp}.{module}.lora_{which}.weight"][rows] for which in "AB")
-            expected = effective(torch.cat([frozen[name] for name in names]), a, b.t(), s)
-            merged = torch.cat([now[name] for name in names])
-            torch.testing.assert_close(merged, expected, rtol=bound, atol=bound / 10)
-            d_w = torch.cat([of_weights[name] for name in names])
-            for found, wanted in ((d_a, s * b @ d_w), (d_b, s * a @ d_w.t())):
-                assert wanted.norm() > 0 and (found - wanted).norm() <= bound * wanted.norm(), (names, found.shape)
-
-
 @KINDS
 def test_lora_gradients_are_bit_identical_with_activation_checkpointing(targets, changes):
     models = (adapted(torch.float32, targets, **changes) for _ in range(2))
     first, second = (backward(model, checkpoint=i > 0)[1].grads for i, model in enumerate(models))
     assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_optimizer_step_changes_lora_adapted_weights_but_not_frozen_weights(dtype):
-    """A probe token's log-probability moves, the reference's does not, and a second run gives the same bits."""
-    ends = []
-    for _ in range(2):
-        model = adapted(dtype, SOME, spread=0.0)
-        frozen, reference = weights(model), model.base()
-        probe = torch.arange(1, 20)
-        before, of_reference = C.Trainer(model).logits(probe), C.Trainer(reference).logits(probe)
-        assert torch.equal(before, of_reference)
-        _, trainer = backward(model)
-        result = trainer.step(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
-        assert result.finite and result.grad_norm > 0
-        after = C.Trainer(model).logits(probe).log_softmax(-1)
-        assert (after - before.log_softmax(-1)).abs().max() > 1e-3
-        assert torch.equal(C.Trainer(reference).logits(probe), of_reference)
-        changed = [name for name, now in weights(model).items() if not torch.equal(now, frozen[name])]
-        assert sorted(changed) == sorted(SOME)
-        ends.append((model.digest(), model.masters.clone()))
-    assert ends[0][0] == ends[1][0] and torch.equal(ends[0][1], ends[1][1])
 
 
 def test_lora_updates_below_bfloat16_rounding_accumulate_in_float32():

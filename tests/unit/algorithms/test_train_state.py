@@ -1,6 +1,5 @@
 import json
 
-import pytest
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config.access import to_json
 
@@ -59,8 +58,3 @@ def test_saved_train_state_may_have_unknown_keys_and_missing_keys_get_defaults()
     state = TrainState.from_training_info({"total_steps": 7, "from_a_newer_version": 1, "val:accuracy": 0.1})
     assert state == TrainState(total_steps=7)
     assert TrainState.from_training_info(None) == TrainState()
-
-
-@pytest.mark.parametrize("info", [{"val_reward": "nan"}, {"val_reward": 0.25}])
-def test_validation_reward_of_a_saved_train_state_is_read_back_as_a_float(info):
-    assert isinstance(TrainState.from_training_info(info).val_reward, float)

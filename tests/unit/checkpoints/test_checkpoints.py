@@ -93,17 +93,6 @@ def test_saving_into_the_checkpoint_folder_of_another_process_is_an_error(make):
     save(other, 2)
 
 
-def test_resume_loads_weights_and_optimizer_of_policy_and_critic_from_their_subfolders(tmp_path):
-    assert CheckpointManager.get_resume_paths(None) == (None, None)
-    step = tmp_path / "step_1"
-    (step / "policy" / "weights").mkdir(parents=True)
-    with pytest.warns(UserWarning, match="optimizer starts fresh"):
-        assert CheckpointManager.get_resume_paths(step) == (step / "policy" / "weights", None)
-    (step / "value" / "optimizer").mkdir(parents=True)
-    expected = (step / "value" / "weights", step / "value" / "optimizer")
-    assert CheckpointManager.get_resume_paths(str(step), model_component="value") == expected
-
-
 NAN, BY_ACCURACY = float("nan"), {"metric_name": "val:accuracy"}
 KEPT = {  # settings, {step: metric, None where it has none}, the steps that are kept
     "the best and the latest": (
@@ -239,12 +228,6 @@ def test_resume_fails_if_every_checkpoint_is_damaged(three, make):
     for _ in range(2):  # the second time one of them is set aside already
         with pytest.raises(ResumeError, match="no checkpoint of .* is whole .*step_1.*corrupt_step_3"):
             find_resume(make())
-
-
-def test_partial_checkpoint_of_an_interrupted_first_save_is_removed_and_not_resumed(make, root):
-    (root / "tmp_step_2").mkdir(parents=True)
-    with pytest.warns(UserWarning, match="removed the left-over tmp_step_2"):
-        assert find_resume(make()).path is None
 
 
 @pytest.mark.parametrize("mode, saved, error", [

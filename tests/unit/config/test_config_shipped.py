@@ -101,29 +101,6 @@ def test_shipped_configuration_file_is_found_by_each_of_its_names(monkeypatch, t
     assert find_config("grpo.yaml") == Path("grpo.yaml")  # the user's own comes first
 
 
-def test_configurations_of_the_commands_in_nemo_rls_guides_load_without_errors():
-    prorl = load_grpo_config(
-        "examples/configs/prorlv2.yaml",
-        ["policy.model_name=Qwen/Qwen2.5-1.5B", "logger.wandb.project=prorlv2-dev", "checkpointing.checkpoint_dir=results/prorlv2",
-         "grpo.reward_shaping.stop_properly_penalty_coef=null", "grpo.reward_shaping.overlong_buffer_length=4096",
-         "grpo.reward_shaping.overlong_buffer_penalty=1.0", "grpo.reward_shaping.max_response_length=20480"],
-    )  # fmt: skip
-    assert prorl.grpo.reward_shaping.max_response_length == 20480
-    dapo = load_grpo_config(
-        "examples/configs/recipes/llm/dapo-qwen2.5-7b.yaml",
-        ["grpo.dapo_batch_multiplier=3", "grpo.max_num_gen_batches=7", "grpo.reward_scaling.correct=1.0", "grpo.reward_scaling.incorrect=-1.0",
-         "policy.generation.max_model_len=2048"],
-    )  # fmt: skip
-    assert dapo.grpo.dynamic_sampling_max_gen_batches == 7
-    assert (dapo.grpo.reward_scaling.target_min, dapo.grpo.reward_scaling.target_max) == (-1.0, 1.0)
-    assert dapo.policy.generation.vllm_cfg.max_model_len == 2048
-    vapo = load_ppo_config(
-        "examples/configs/ppo_math_1B_megatron.yaml",
-        ["ppo.adv_estimator.gae_lambda_value=1.0", "ppo.adv_estimator.length_adaptive_alpha=0.05"],
-    )
-    assert vapo.ppo.adv_estimator.gae_lambda_value == 1.0
-
-
 def test_deprecated_key_name_in_a_child_file_overrides_the_current_name_in_the_parent_file(tmp_path):
     (tmp_path / "dapo.yaml").write_text(
         f"defaults: {ROOT}/configs/grpo_math_1B.yaml\n"

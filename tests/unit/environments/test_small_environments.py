@@ -59,15 +59,6 @@ def test_reward_functions_are_called_with_the_arguments_that_trl_passes():
     assert env.pop_metrics() == {"rewards/length": 2.5, "rewards/right": 1.0}
 
 
-def word_count(completions):
-    return [len(completion.split()) for completion in completions]
-
-
-def test_reward_functions_are_loaded_by_dotted_name_from_the_configuration():
-    env = create_env("reward_functions", {"functions": [f"{__name__}.word_count"]})
-    assert env.step(says("a b c"), [{}]).rewards.tolist() == [3.0]
-
-
 GRID = "1 2 3\n4 5 6\n\n7 8 9"
 
 

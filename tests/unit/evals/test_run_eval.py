@@ -115,14 +115,6 @@ def test_evaluation_responses_depend_on_the_seed_but_not_on_the_batch_size(check
     assert len(set(texts[0][:3])) > 1  # responses to one prompt differ
 
 
-def test_evaluations_of_different_checkpoints_give_different_responses(checkpoints, tmp_path):
-    for step in (2, 10):
-        evaluate(checkpoints / f"step_{step}", f"eval.save_path={tmp_path / str(step)}")
-    assert (tmp_path / "2" / "evaluation_data.json").read_text() != (
-        tmp_path / "10" / "evaluation_data.json"
-    ).read_text()
-
-
 def test_evaluation_of_a_policy_gives_the_same_responses_as_evaluation_of_its_checkpoint(tmp_path):
     torch.set_num_threads(1)
     with tiny.make(tmp_path / "logs", "grpo.seed=3", "grpo.max_num_steps=1") as run:

@@ -7,7 +7,6 @@ from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config.data import DataConfig
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.interfaces import DatumSpec
-from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.rollouts.rollouts import PromptSource
 
 
@@ -75,10 +74,6 @@ def test_prompt_source_resumed_with_a_larger_batch_size_skips_an_incomplete_last
     for rows_of_batch, epochs in zip(drawn, ended, strict=True):
         assert second.next()["idx"] == rows_of_batch
         assert second.finished_epochs == epochs
-
-
-def test_prompt_source_returns_batches_as_batched_data_dict():
-    assert isinstance(source().next(), BatchedDataDict)
 
 
 @pytest.mark.parametrize("section", ["grpo", "ppo"])

@@ -25,9 +25,8 @@ def in_a_line(value: object, longest: int = 60) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
-    """Return "did you mean NAME?" for the known names that have all words of `name`, or else for the one that is spelt
-    most similarly, or `otherwise` if there is none. `cutoff`, from 0 to 1, is the lowest difflib ratio of similar
-    spellings (see `nearest`)."""
+    """Return "did you mean NAME?" for the known names that have all words of `name`, or else for the one spelt most
+    similarly (see `nearest`), or `otherwise` if there is none."""
     near = having_words(name, known := list(known))
     if not near and (similar := nearest(name, known, cutoff)):
         near = [similar]
@@ -93,8 +92,7 @@ def number(name: str, value: object, low: float, high: float, zero_is: str = "")
 
 
 def token_ids(name: str, value: object) -> list[int]:
-    """Return token ids, from a sequence, array or tensor of whole numbers, as a list of ints. `name` says whose they
-    are."""
+    """Return token ids (a sequence, array or tensor of whole numbers) as a list of ints. `name` says whose they are."""
     ids = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
         raise ValueError(f"{name} is {in_a_line(value)}: expected a list of token ids, as tokenizer(text)['input_ids']")

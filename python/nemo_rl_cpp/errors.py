@@ -38,9 +38,8 @@ _secrets: dict[str, str] = {}  # secret -> its replacement in files
 
 
 class UserCodeError(Exception):
-    """Raised if user code failed: a reward function, an environment, a data set, a loss. The message is one sentence
-    with the function, file and line. `__cause__` is the original exception, and the error is also an instance of its
-    type (see `in_user_code`)."""
+    """Raised if user code failed. The message is one sentence with the function, file and line. `__cause__` is the
+    original exception, and the error is also an instance of its type (see `in_user_code`)."""
 
     def __init__(self, sentence: str) -> None:
         Exception.__init__(self, sentence)

@@ -31,9 +31,8 @@ def stage(text: str) -> None:
 
 @contextmanager
 def work(text: str, total: float, always: bool = False) -> Iterator[Callable[[float], None]]:
-    """Yield a function `advance(amount)`, which adds `amount` to the finished part of `total`. Inside `stages_shown`,
-    or if `always` is set, show progress on stderr, after the name `text` of the work, once the work takes more than a
-    few seconds."""
+    """Yield `advance(amount)`, which adds `amount` to the finished part of `total`. Inside `stages_shown`, or if
+    `always`, show progress on stderr after the name `text`, once the work takes more than a few seconds."""
     begin = last = time.monotonic()
     done, drawn = 0.0, False
     shown, terminal = always or _began is not None, sys.stderr is not None and sys.stderr.isatty()

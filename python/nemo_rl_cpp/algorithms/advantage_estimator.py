@@ -49,8 +49,7 @@ class _Estimator(AdvantageEstimator):
         return result.advantages
 
     def _for_kl(self, policy: Tensor | None, reference: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return the log-probabilities that a KL penalty in the reward compares; without such a penalty (None,
-        None)."""
+        """Return the log-probabilities of a KL penalty in the reward, or (None, None) without such a penalty."""
         both = self.use_kl_in_reward and policy is not None and reference is not None
         return (policy, reference) if both else (None, None)
 

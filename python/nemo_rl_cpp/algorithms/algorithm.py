@@ -88,8 +88,7 @@ class AnswerValidator(Validator):
         return ["val_loss", "num_samples", "num_tokens"]
 
     def run(self, step: int) -> ValidationResult:
-        """Return the metrics `val_loss` (the mean over all tokens), `num_samples` and `num_tokens`. Raise ValueError
-        without tokens."""
+        """Return `val_loss` (mean over all tokens), `num_samples` and `num_tokens`. Raise ValueError without tokens."""
         start = time.perf_counter()
         losses, tokens, samples = [], 0, 0
         for number, rows in enumerate(self.loader):

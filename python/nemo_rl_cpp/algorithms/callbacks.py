@@ -1,5 +1,4 @@
-"""Callbacks: user code that is called after steps, validations and checkpoints and at the end of a run. It may stop the
-run."""
+"""User code that is called after steps, validations and checkpoints and at a run's end. It may stop the run."""
 
 from __future__ import annotations
 

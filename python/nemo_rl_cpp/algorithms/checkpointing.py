@@ -183,9 +183,8 @@ class Saver:
         return Path(folder).with_name(f"step_{state.step}")
 
     def check_metric_name(self, result: StepResult) -> None:
-        """Raise ValueError if the run has no metric NAME of `checkpointing.metric_name`, "train:NAME" or "val:NAME", as
-        soon as the names are known: before training and after each step, so that the error comes before the first
-        save."""
+        """Raise ValueError if the run has no metric NAME of `checkpointing.metric_name`, "train:NAME" or "val:NAME".
+        Called before training and after each step, so that the error comes before the first save."""
         manager, validation = self.manager, result.validation
         kind, _, name = (manager.metric_name or "").partition(":")
         if not name or not manager.enabled or manager.metric_seen:

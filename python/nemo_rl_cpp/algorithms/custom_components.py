@@ -64,8 +64,7 @@ def component_name(found: object) -> str:
 
 
 class Made(NamedTuple):
-    """A custom component, with a function `call` that accepts any keyword arguments and passes on those that the
-    component has parameters for."""
+    """A custom component. `call` accepts any keyword arguments and passes on those that the component accepts."""
 
     component: Any
     call: Callable[..., Any]

@@ -26,9 +26,8 @@ def group_numbers(ids: torch.Tensor) -> torch.Tensor:
 def extremes(
     groups: torch.Tensor, rewards: torch.Tensor, voters: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (smallest, largest) reward of each group, each of shape [number of groups]. `rewards` is [B]; `groups` [B]
-    holds the rows' group numbers. Only rows with True in `voters`, bool [B], count (None: all rows); a group without
-    such rows gets 0."""
+    """Return (smallest, largest) reward of each group, from `rewards` [B] and the rows' group numbers `groups` [B].
+    Only rows with True in `voters`, bool [B], count (None: all); a group without such rows gets 0."""
     count = int(groups.max()) + 1 if len(groups) else 0
     empty = torch.zeros(count, dtype=rewards.dtype)
     values = rewards.cpu()

@@ -56,8 +56,7 @@ Hook = Callable[[StepResult], None]
 
 @dataclass
 class Ending:
-    """The hook that ends the run: after Ctrl-C or a signal, at the time limit, or when validation reaches its
-    target."""
+    """The hook that ends the run: after a signal, at the time limit, or when validation reaches its target."""
 
     stop: GracefulStop
     timeout: TimeoutChecker

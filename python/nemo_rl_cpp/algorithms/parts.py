@@ -116,9 +116,8 @@ def set_seed(seed: int) -> None:
 
 
 def planned_steps(loop: LoopConfig, loader: StatefulDataLoader | MultipleDataloaderWrapper) -> int:
-    """Return the planned number of steps of the whole run: max_num_steps, or the number of batches in max_num_epochs if
-    that is less. With several loaders, which never end, it is max_num_steps. Dynamic sampling may need several batches
-    per step and thus take fewer steps."""
+    """Return the planned number of steps: max_num_steps, or the batches in max_num_epochs if fewer. Several loaders
+    never end; dynamic sampling may need several batches per step and thus take fewer steps."""
     if isinstance(loader, MultipleDataloaderWrapper):
         return loop.max_num_steps
     return min(loop.max_num_steps, loop.max_num_epochs * len(loader))
@@ -187,8 +186,7 @@ def make_policy(
 def make_teachers(
     config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType
 ) -> teachers.Teachers | teachers.NoTeacher:
-    """Return the run's teachers, or `NoTeacher`. Raise ValueError if a teacher (not one on a server) has another
-    vocabulary than the policy."""
+    """Return the run's teachers, or `NoTeacher`. Raise ValueError if a local one has another vocabulary."""
     if isinstance(config, DistillationMasterConfig) and config.teacher.is_outside:
         return teachers.OutsideTeacher(_outside_teacher(config, tokenizer).score)
     if not config.teachers:
@@ -272,8 +270,7 @@ def make_collector(
     config: TrainMasterConfig, policy: PolicyInterface, generation: GenerationInterface, tokenizer: TokenizerType,
     loader: StatefulDataLoader | MultipleDataloaderWrapper, environments: Environments, state: TrainState,
 ) -> RolloutCollector:  # fmt: skip
-    """Return the collector that generates the rollouts of a step during that step, or while earlier steps train
-    (`async_grpo` or `async_ppo`)."""
+    """Return the collector of a step's rollouts, which overlap training if `async_grpo` or `async_ppo` is enabled."""
     prompts = PromptSource(loader, config.loop.num_generations_per_prompt, state)
     if isinstance(config, SFTMasterConfig):
         sampler = GroupSampler(config.sft.num_prompts_per_step, group_size=1)

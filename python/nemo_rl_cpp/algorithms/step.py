@@ -1,5 +1,4 @@
-"""The stages of a training step after its rollouts: masking by log-probability error, the selection of tokens, critic,
-training epochs, metrics."""
+"""The stages of a training step after its rollouts: masking, token selection, critic, training epochs, metrics."""
 
 from __future__ import annotations
 
@@ -170,9 +169,8 @@ def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
 def overwrite_advantages(
     batch: TrainBatch, logs: Sequence[LLMMessageLogType], of_flag: Mapping[str, float]
 ) -> dict[str, float]:
-    """Replace the advantages of responses that have a flag: `of_flag` maps each flag to the advantage of all their
-    tokens; the first counts. Return, under NeMo RL's names, the numbers and shares of these responses; {} without
-    flags."""
+    """Replace the advantages of flagged responses: `of_flag` maps each flag to the advantage of all their tokens; the
+    first counts. Return, under NeMo RL's names, the numbers and shares of these responses."""
     if not of_flag:
         return {}
     advantages, begin = batch.advantages.clone(), 0
@@ -249,8 +247,7 @@ def _drawn(
 
 
 def _most_uncertain(entropies: Tensor, valid: Tensor, share: float) -> Tensor:
-    """Return bool [T]: the trained tokens whose entropy is at least the quantile 1 - share (arXiv:2506.01939),
-    interpolated as in TRL."""
+    """Return bool [T]: tokens whose entropy is at least the quantile 1 - share (arXiv:2506.01939), as in TRL."""
     ordered = entropies[valid].double().sort().values
     if not len(ordered):
         return valid

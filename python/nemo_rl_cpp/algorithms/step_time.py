@@ -105,8 +105,7 @@ class Costs:
         return cls(2.0 * weights, head, 4.0 * native["num_heads"] * native["head_dim"] * attention)
 
     def forward(self, tokens: float, keys: float, logits: float) -> float:
-        """Return the operations for `tokens` tokens that attend to `keys` keys on average; `logits` of them get
-        logits."""
+        """Return the operations for `tokens` tokens that attend to `keys` keys on average; `logits` get logits."""
         return tokens * (self.layers + self.per_key * keys) + logits * self.head
 
     def of_prompts(self, shape: Shape) -> float:

@@ -86,8 +86,7 @@ class OutsideTeacher:
     score: Callable[[Sequence[list[int]]], Sequence[Sequence[float]]]
 
     def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:
-        """Add `teacher_logprobs` [T] to the batch: the teacher's scores, 0 on untrained tokens. `samples` is not
-        read."""
+        """Add `teacher_logprobs` [T], the teacher's scores, to the batch; 0 on untrained tokens."""
         wanted, scored = wanted_tokens(batch), torch.zeros(batch.num_tokens)
         asked = [row for row, own in enumerate(batch.rows(wanted)) if own.any()]
         ids, places = batch.rows(batch.input_ids), batch.rows(scored)  # views

@@ -50,9 +50,8 @@ _OF_TRL = {
 
 
 def dotted_keys(overrides: Mapping[str, object], algorithm: str, arguments: Collection[str]) -> Keys:
-    """Return the configuration keys that the keyword arguments `overrides` of `train_<algorithm>` set: `section__key`,
-    or a key of the algorithm's section. Raise a one-line ValueError that lists every unknown keyword, with the most
-    similar key or one of `arguments`."""
+    """Return the configuration keys that the keywords `overrides` of `train_<algorithm>` set: `section__key`, or a key
+    of the algorithm's section. Raise ValueError for unknown keywords, with the most similar key or argument."""
     section = _SECTIONS[algorithm]
     keys = {*section.model_fields, *(spelling for spelling, _ in section.aliases() if "." not in spelling)}
     found, unknown = {}, []

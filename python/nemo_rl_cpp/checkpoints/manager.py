@@ -215,9 +215,8 @@ class CheckpointManager:
         return found + sorted(aside)
 
     def check_resume_mode(self, latest: str | Path | None) -> None:
-        """Raise ResumeError if `checkpointing.resume` forbids what the run is about to do: resume from `latest`, the
-        newest complete checkpoint, or start from scratch if that is None. Also raise it if there are only incomplete
-        checkpoints."""
+        """Raise ResumeError if `checkpointing.resume` forbids to resume from `latest`, the newest complete checkpoint
+        (None: to start from scratch), or if there are only incomplete checkpoints."""
         if latest is not None and self.config.resume == "never":
             there = f"{self.checkpoint_dir} holds checkpoints (the newest is {Path(latest).name})"
             what_to_do = f"give the run another {_KEY}, or set checkpointing.resume=auto"

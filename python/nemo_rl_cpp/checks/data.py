@@ -161,8 +161,7 @@ def check_environments(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _check_rewards(config: WholeConfig, section: Mapping[str, object]) -> Iterator[Finding]:
-    """Import the reward functions of `section`. Yield a problem if they do not fit the gdpo estimator. Raise
-    LoadingError for an invalid section."""
+    """Import the reward functions of `section`. Yield problems with gdpo; raise LoadingError for an invalid section."""
     if not {"functions"} <= set(section) <= {"functions", "weights", "names", "as_parts"}:
         given = ", ".join(sorted(section)) or "nothing"
         raise LoadingError(f"it takes functions, weights, names and as_parts, but has {given}")

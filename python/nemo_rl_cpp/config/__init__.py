@@ -1,5 +1,4 @@
-"""The configuration of runs: YAML with inheritance, overrides and interpolation, checked against a schema. The package
-does not import torch."""
+"""The configuration of runs: YAML with inheritance, overrides and interpolation, checked by a schema without torch."""
 
 from nemo_rl_cpp.files.prompt_files import find_prompt
 

@@ -63,8 +63,7 @@ def mapped(node: Plain, leaf: Callable[[Plain], Plain]) -> Plain:
 
 
 def as_number(value: object) -> float | None:
-    """Return a number, or "nan", "inf" or "-inf" as `to_json` writes them, as a float. Return None for anything
-    else."""
+    """Return a number, or "nan", "inf" or "-inf" as `to_json` writes them, as a float; anything else as None."""
     if isinstance(value, (int, float)):
         return float(value)
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):
@@ -101,9 +100,8 @@ def redact(value: Plain) -> Plain:
 
 
 def plain(value: object) -> object:
-    """Return a Python value as a configuration value: tuples and arrays become lists, paths become strings, enums are
-    replaced by their values, and NumPy and torch scalars become numbers. Raise ConfigError if a mapping has a key that
-    is not a string."""
+    """Return a Python value as a configuration value: tuples and arrays as lists, paths as strings, enums by value,
+    scalars as numbers. Raise ConfigError for a mapping key that is not a string."""
     if isinstance(value, Enum):
         return plain(value.value)
     if isinstance(value, str):

@@ -36,8 +36,7 @@ from .errors import ConfigError, Problem, Report, dotted_key, sentence, shown, u
 
 
 class _Made(type(BaseModel)):  # type: ignore[misc]
-    """The metaclass of `Section`, by which `Section(key=value)` in Python code raises one ConfigError for all
-    mistakes."""
+    """The metaclass of `Section`: `Section(key=value)` in Python code raises one ConfigError for all mistakes."""
 
     def __call__(cls, *given: object, **values: object) -> Any:
         name = cls.__name__
@@ -351,8 +350,7 @@ def mistakes(failure: ValidationError, cls: type[Section]) -> list[Problem]:
 
 
 def check_marks(section: Section, prefix: str, report: Report) -> None:
-    """Report each key declared by `only` whose value is not allowed. `prefix`, the section's dotted key and a dot,
-    precedes the keys in messages."""
+    """Report each key declared by `only` whose value is not allowed. `prefix` ("policy.") precedes keys in messages."""
     if section.is_switched and not section.enabled:
         return
     for name, info in type(section).model_fields.items():
@@ -389,9 +387,8 @@ def _fold_aliases(cls: type[Section], data: dict[str, object], report: Report) -
 
 
 def walk(data: dict[str, object], dotted: str, make_sections: bool = False) -> tuple[dict[str, object] | None, str]:
-    """Return (mapping, last part of `dotted`): the mapping inside `data` that contains, or would contain, the key
-    `dotted`. If a section above the key is missing, the mapping is None, or with `make_sections` the section is
-    created."""
+    """Return (mapping inside `data` that contains, or would contain, the key `dotted`; last part of `dotted`). If a
+    section above is missing, the mapping is None, or with `make_sections` the section is created."""
     *sections, name = dotted.split(".")
     node: object = data
     for part in sections:
@@ -405,8 +402,7 @@ M = TypeVar("M", bound=Section)
 
 
 def as_model(config: object, model: type[M], section: str = "") -> M:
-    """Return `config`, or an instance of `model` for a mapping. Raise ConfigError for mistakes, with keys below
-    `section` ("env.math")."""
+    """Return `config`, or a mapping as a `model`. Raise ConfigError for mistakes, with keys below `section`."""
     if isinstance(config, model):
         return config
     if not isinstance(config, Mapping):
@@ -423,8 +419,7 @@ def as_model(config: object, model: type[M], section: str = "") -> M:
 
 @dataclass(frozen=True)
 class Entry:
-    """The definition of one name of a `Table`: `target` is an object, or `package.module:Name`, which `load`
-    imports."""
+    """One definition of a `Table`: `target` is an object, or `package.module:Name`, which `load` imports."""
 
     target: object
 
@@ -436,9 +431,8 @@ E = TypeVar("E", bound=Entry)
 
 
 class Table(UserDict[str, Any], Generic[E]):
-    """A mapping from names to objects, such as classes of loggers, that imports an object when it is accessed.
-    `data` holds the definitions without importing the objects. `what` is the noun for an entry in messages, such as
-    "environment"."""
+    """A mapping from names to objects that imports an object when it is accessed. `data` holds the definitions without
+    importing the objects. `what` is the noun for an entry in messages, such as "environment"."""
 
     data: dict[str, E]
 

@@ -48,9 +48,8 @@ class ConfigError(ValueError):
 
 
 class Report:
-    """A collector of the mistakes in a configuration. `positions` is {dotted key: place} for the keys that are set,
-    where a place is a file and line, or an override. The place of any other key is that of its section, or else
-    `file`."""
+    """A collector of the mistakes in a configuration. `positions` is {dotted key: file and line, or override} for the
+    keys that are set; another key has the place of its section, or else `file`."""
 
     def __init__(self, positions: dict[str, str], file: str = ""):
         self._positions = positions
@@ -58,8 +57,7 @@ class Report:
         self.problems: list[Problem] = []
 
     def where(self, dotted: str) -> str:
-        """Return the place where the key `dotted` or the closest section that contains it is set, else the first line
-        of the file."""
+        """Return where the key `dotted` or the closest section above it is set, else the first line of the file."""
         while dotted:
             if dotted in self._positions:
                 return self._positions[dotted]
@@ -77,8 +75,7 @@ class Report:
         return 2 if file == self._file else 1
 
     def has_problem(self, dotted: str) -> bool:
-        """Return whether a mistake is already reported for the key `dotted`, for a section that contains it, or for a
-        key inside it."""
+        """Return whether a mistake is reported for the key `dotted`, a section above it, or a key inside it."""
         keys = (f"{p.key}." for p in self.problems if p.key)
         return any(f"{dotted}.".startswith(key) or key.startswith(f"{dotted}.") for key in keys)
 
@@ -186,8 +183,7 @@ def shown(value: object) -> str:
 
 
 def sentence(error: ErrorDetails, dotted: str, model: type[Section], where: str = "") -> str:
-    """Return the message for a pydantic error at the key `dotted` of `model`, which is set at `where`, a line or an
-    override."""
+    """Return the message for a pydantic error at the key `dotted` of `model`, set at `where` (a line or override)."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return unknown_key(dotted, model)
@@ -251,8 +247,7 @@ _EXPECTED = {
 
 
 def explained(message: str) -> str:
-    """Return `message`, an error of the YAML reader that begins with file and line; if that line contains a tab, return
-    a message about the tab instead."""
+    """Return `message`, the YAML reader's error that begins with file and line, or one about a tab in that line."""
     place = re.match(r"(?P<file>[^\n]*?):(?P<line>\d+): ", message)
     if place is None or not Path(place["file"]).is_file():
         return message

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 class Exactness(NamedTuple):
-    """How closely the log-probabilities of generation and training agree: whether they are bit-identical, and a clause
-    of `exactness_text`."""
+    """Whether generation's and training's log-probabilities are bit-identical, and a clause of `exactness_text`."""
 
     equal: bool
     text: str
@@ -113,8 +112,7 @@ def devices_of(config: WholeConfig) -> int:
 
 
 def is_apart(config: WholeConfig) -> bool:
-    """Return whether the configuration gives generation separate devices, although in this run generation shares the
-    trainer's devices."""
+    """Return whether generation has separate devices in the configuration, but shares the trainer's in this run."""
     cluster = config.cluster
     shared = not cluster.has_workers or (cluster.executor == "auto" and not cluster.is_split)
     return not config.sampling[1].colocated.enabled and shared

@@ -286,8 +286,7 @@ def _not_given(data: object, prefix: str) -> list[str]:
 
 
 def _validate(data: dict[str, object], model: type[Master], report: Report) -> Master | None:
-    """Return `data` as an instance of `model`, or None; report mistakes, and remove wrong values so that further rules
-    can be checked."""
+    """Return `data` as a `model`, or None. Report mistakes; remove wrong values, so that rules can follow."""
     if isinstance(env := data.get("env"), dict):
         for name, inner in environment_sections().items():
             if isinstance(env.get(name), dict):
@@ -317,8 +316,7 @@ def _validate_part(
 
 
 def _repair(data: dict[str, object], error: ErrorDetails) -> None:
-    """Change `data` so that validation can continue after the mistake `error`: remove a wrong value, or insert a
-    placeholder for a missing one."""
+    """Change `data` so that validation can continue: remove a wrong value, or set a placeholder if missing."""
     *above, last = location = [part for part in dotted_key(error["loc"]).split(".") if part] or [""]
     if error["type"] != "missing":
         _remove(data, location)
@@ -330,8 +328,7 @@ def _repair(data: dict[str, object], error: ErrorDetails) -> None:
 
 
 def _remove(node: object, location: Sequence[str]) -> None:
-    """Remove the value at `location` (keys and list indices) from `node` in place. If it is an element of a list, remove
-    the whole list."""
+    """Remove the value at `location` (keys, list indices) from `node` in place; of a list element, the whole list."""
     if not isinstance(node, dict) or not location or location[0] not in node:
         return
     name, *rest = location
@@ -345,8 +342,7 @@ def _remove(node: object, location: Sequence[str]) -> None:
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """Return the kind of run (a key of `LOADERS`) that a file's sections show. Raise ConfigError if it cannot be
-    read."""
+    """Return the kind of run (a key of `LOADERS`) that a file's sections show. Raise ConfigError if unreadable."""
     file = find_config(path)
     try:
         data = _config.load_file(str(file), folders=parent_folders())
@@ -366,8 +362,7 @@ def config_folders() -> list[Path]:
 
 
 def parent_folders() -> list[str]:
-    """Return the folders in which to search for a parent file given in `defaults:`, such as `grpo_tiny.yaml` or
-    `configs/grpo_tiny.yaml`."""
+    """Return the folders in which to search for a parent file of `defaults:`, such as `configs/grpo_tiny.yaml`."""
     return [os.fspath(place) for folder in config_folders() for place in (folder, folder.parent)]
 
 

@@ -93,8 +93,7 @@ class LoggerConfig(Section):
 
 @dataclass(frozen=True)
 class LoggerEntry(Entry):
-    """The definition of a logger backend: its class, its section, the description and the default of its switch, and
-    the Python package that it needs."""
+    """A logger backend: its class, its section, description and default of its switch, and the package it needs."""
 
     section: type[Section] = Section
     doc: str = ""

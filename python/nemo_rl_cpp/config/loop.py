@@ -57,8 +57,7 @@ PPOEstimator = Annotated[str, OneOf(lambda: estimators_of("ppo"), dotted=True)]
 
 
 def checked_name(algorithm: str, name: str) -> str:
-    """Return the estimator's name `name` unchanged. Raise ValueError if it is neither an advantage estimator of the
-    algorithm nor a dotted name."""
+    """Return `name`. Raise ValueError if it is no advantage estimator of the algorithm and no dotted name."""
     known = estimators_of(algorithm)
     if name not in known and not is_dotted(name):
         raise ValueError(f"{algorithm}.adv_estimator.name is {name!r}; expected one of {', '.join(known)}")
@@ -151,9 +150,8 @@ class AsyncConfig(Section):
 
 
 class OnePassLoop(Section):
-    """The base class of the sections of training loops, with the keys that all of them share. Its attributes describe a
-    loop in which the policy makes one pass over each batch and no generation overlaps with training. Subclasses
-    override those that differ."""
+    """The base class of training loops' sections, with the keys that all share. Its attributes describe a loop with one
+    pass over each batch and no overlap of generation and training; subclasses override those that differ."""
 
     max_num_epochs: Positive = 1
     """Number of passes over the data. Training ends after max_num_epochs or max_num_steps, whichever comes first."""

@@ -155,8 +155,7 @@ class LayerKinds:
 
     @classmethod
     def of(cls, sizes: ModelSizes, joined: bool = False) -> Self:
-        """Return the `LayerKinds` of a model with the sizes `sizes`. `joined`: q, k, v share an adapter, as do gate,
-        up."""
+        """Return the `LayerKinds` of a model. `joined`: q, k, v share an adapter, as do gate, up."""
         latent = sizes.kv_lora_rank > 0, sizes.q_lora_rank > 0
         shared = "shared_experts" if sizes.has_router_biases else "shared_expert"
         mlps = sizes.expert_layers, shared if sizes.shared_expert_size else "", sizes.mlp_layers or None
@@ -198,9 +197,8 @@ class LayerKinds:
 
 
 def adapted_modules(lora: Adapters, layers: LayerKinds) -> list[str]:
-    """Return the names of the modules that get adapters in a model with these layers. If target_modules does not name
-    them, experts get none, as in NeMo RL, and neither does `out_proj` of Mamba-2: PEFT raises an error for it, and
-    NeMo RL's files exclude it."""
+    """Return the names of the modules that get adapters. Unless target_modules names them, experts get none, as in NeMo
+    RL, and neither does `out_proj` of Mamba-2, for which PEFT raises an error."""
     modules = list(layers.modules())
     everything, wanted, unwanted = lora.match_all_linear, lora.target_modules, lora.exclude_modules
     if wanted and not everything:
@@ -322,8 +320,7 @@ def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
 
 
 def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
-    """Report LoRA keys that are set while `enabled` is false, unless that is set in a place of the same precedence or
-    above."""
+    """Report LoRA keys set while `enabled` is false, unless that is set with the same precedence or a higher one."""
     if report.has_problem(prefix):
         return
     for name in _ASKING:
@@ -337,8 +334,7 @@ def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
 
 
 def _fault(lora: Adapters, pattern: str, key: str) -> str | None:
-    """Return an error message if `pattern`, an entry of the key `key`, matches no module of any model that can have an
-    adapter."""
+    """Return an error message if `pattern`, an entry of `key`, matches no module that can have an adapter."""
     kinds = (_JOINED, _JOINED_MAMBA) if lora.joins else _ANY_MODEL
     if any(_matches_any(lora, [pattern], module) for layers in kinds for module in layers.modules()):
         return None

@@ -183,8 +183,7 @@ class ClippedPGLossConfig(Section):
     """Whether the user did not set `use_importance_sampling_correction`, so that `fill_correction` has set it."""
 
     def fill_correction(self, wanted: bool) -> None:
-        """Set `use_importance_sampling_correction` if it is null: to `wanted`, or to false if other keys of the loss
-        exclude it."""
+        """Set `use_importance_sampling_correction`, if null, to `wanted`, or to false if other keys exclude it."""
         if self.use_importance_sampling_correction is None:
             self._correction_left_open = True
             self.__dict__["use_importance_sampling_correction"] = (

@@ -48,8 +48,7 @@ class EvalConfig(Section):
 
 
 class MasterConfig(Section):
-    """The base class of whole configurations. An instance also records where keys are set, and the environment
-    variables that were read."""
+    """The base class of whole configurations. An instance records where keys are set and which variables were read."""
 
     _positions: dict[str, str] = PrivateAttr(default_factory=dict)
     _environment: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -65,8 +64,7 @@ class MasterConfig(Section):
     """Whether a critic is trained."""
 
     def trained_models(self) -> dict[str, TrainedModelConfig]:
-        """Return {name of a section ("policy", "value"): section} for the models that the run trains; empty for an
-        evaluation."""
+        """Return {section name ("policy", "value"): section} of the trained models; empty for an evaluation."""
         return {}
 
     sampling: ClassVar[tuple[str, GenerationConfig]]
@@ -296,8 +294,7 @@ WholeConfig = GRPOMasterConfig | PPOMasterConfig | DistillationMasterConfig | SF
 
 
 def master_of(config: object) -> type[TrainMasterConfig]:
-    """Return the class of a training run's configuration, or for a mapping the class whose loop is one of its
-    sections."""
+    """Return the class of a training run's configuration; of a mapping, the class whose loop is one of its sections."""
     if isinstance(config, TrainMasterConfig):
         return type(config)
     sections = config if isinstance(config, Mapping) else ()
@@ -309,9 +306,8 @@ Master = TypeVar("Master", bound=MasterConfig)
 
 
 def checked(config: object, model: type[Master]) -> Master:
-    """Return `config`, an instance of `model` or a mapping, as an instance of `model` that passes all checks that a
-    file must pass. An instance is checked again, because its keys may have been changed since. Raise ConfigError (a
-    ValueError) for mistakes."""
+    """Return `config`, an instance of `model` or a mapping, as a `model` that passes the checks of a file. An instance
+    may have been changed, so it is checked, too. Raise ConfigError for mistakes."""
     if isinstance(config, model):
         report = Report({}, "")
         try:

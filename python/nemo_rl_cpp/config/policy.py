@@ -240,8 +240,7 @@ class TrainedModelConfig(Section):
         return f"{section}.dtensor_cfg.tensor_parallel_size"
 
     def effective_max_grad_norm(self) -> float | None:
-        """Return the maximum global norm of the gradient, as the enabled backend's section sets it; None: no
-        clipping."""
+        """Return the maximum norm of the gradient, from the enabled backend's section; None: no clipping."""
         return (self.megatron_cfg.optimizer.clip_grad if self.megatron_cfg.enabled else self.max_grad_norm) or None
 
     def fill_batching(self) -> None:

@@ -185,8 +185,7 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
 
 
 def _not_read(report: Report, key: str, beside: str) -> None:
-    """Report that `key` has no effect with the setting described by `beside`, if the run's own file or an override sets
-    the key, not a parent file."""
+    """Report that `key` has no effect with `beside`, if the run's file or an override sets it, not a parent."""
     if report.nearness(key) >= 2:
         report.add(key, f"has no effect with {beside}: leave it out")
 
@@ -343,8 +342,7 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
 
 
 def check_data(data: DataConfig, env: EnvConfigs, turns: int, turns_key: str, report: Report) -> None:
-    """Report mistakes in the training datasets. `turns` is the value of max_rollout_turns, `turns_key` its dotted
-    key."""
+    """Report mistakes in the training datasets. `turns` is the value of max_rollout_turns, `turns_key` its key."""
     check_env(env, report)
     if data.train is None or data.train == []:
         report.add("data.train", "is missing: name a data set, for example dataset_name: arithmetic")

@@ -1,5 +1,4 @@
-"""Rules for models, engines and processes: the values of other keys that transformers, vLLM and several processes
-need."""
+"""Rules for models, engines and processes: what transformers, vLLM and several processes need of other keys."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: R
 
 
 def check_sizes(config: WholeConfig, report: Report) -> None:
-    """If `cluster.strict_sizes` is true, report sizes that the run cannot use (`sizes_of`), and separate engines that
-    it does not have."""
+    """If `cluster.strict_sizes`, report sizes (`sizes_of`) and separate engines that the run cannot have."""
     if not config.cluster.strict_sizes:
         return
     count, strict = config.cluster.processes, "cluster.strict_sizes"
@@ -256,8 +254,7 @@ def _quantises(value: object) -> bool:
 
 
 def _leaves(tree: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
-    """Yield (`prefix` + dotted key, value) for each value of nested mappings; quantisation settings count as one
-    value."""
+    """Yield (`prefix` + dotted key, value) of nested mappings; quantisation settings count as one value."""
     for key, value in tree.items():
         if isinstance(value, dict) and key not in _QUANTISED:
             yield from _leaves(value, f"{prefix}.{key}")

@@ -1,5 +1,4 @@
-"""The choice of the chat template for a conversation with a checkpoint: the model's own template, even if the training
-run used a different one."""
+"""Choose the chat template for a conversation with a checkpoint: the model's own, even if the run used another."""
 
 from __future__ import annotations
 
@@ -17,9 +16,8 @@ if TYPE_CHECKING:
 
 
 def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """Give `tokenizer` the chat template of the model in `folder`. If the model has none and `folder` is a checkpoint
-    of a run (`step_N/policy/weights`), take the run's template. Return notes for the user, one sentence each. Raise
-    ValueError if neither has a template."""
+    """Give `tokenizer` the chat template of the model in `folder`, or else, if it is a checkpoint
+    (`step_N/policy/weights`), the run's. Return notes, one sentence each. Raise ValueError if there is no template."""
     run, own = run_section(folder), tokenizer.chat_template
     where = "" if run is None else f"policy.tokenizer.chat_template of {_run_config(folder)}"
     used = _template_of_run(run, folder, own)

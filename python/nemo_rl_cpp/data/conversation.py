@@ -44,9 +44,8 @@ def _holds_objects(value: object) -> bool:
 
 
 def without_padding(row: Row) -> Row:
-    """Return a copy of the row without the null entries of mappings inside its columns: structs of an Arrow column
-    share their keys, so a key that only other rows set is null here. A null column stays, and NaN, an empty cell,
-    becomes null."""
+    """Return a copy of the row without the null entries of mappings in its columns: structs of an Arrow column share
+    their keys, so other rows may set them. Null columns stay, and NaN, an empty cell, becomes null."""
     empty = {name for name, value in row.items() if isinstance(value, float) and math.isnan(value)}
     return {name: None if name in empty else _unpadded(value) for name, value in row.items()}
 

@@ -193,8 +193,7 @@ def save_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWra
 
 
 def load_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWrapper, checkpoint: Path) -> None:
-    """Restore the loader's position from the checkpoint folder. Raise FileNotFoundError if it has none, and ValueError
-    if it was saved with different data."""
+    """Restore the loader's position. Raise FileNotFoundError without one, ValueError for different data."""
     file = checkpoint / "train_dataloader.json"
     if not file.is_file():
         raise FileNotFoundError(

@@ -201,9 +201,8 @@ def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessa
 
 @_processor
 def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Convert a row {"messages"} to a prompt with one user entry, in which the chat template renders the system prompt
-    and the conversation up to the last question, with the row's "tools". A last message of the assistant is the ground
-    truth."""
+    """Convert a row {"messages"} to one user entry with the system prompt and the conversation up to the last question,
+    rendered with the row's "tools". A last message of the assistant is the ground truth."""
     messages, info = _asked(row, spec, "math_hf_data_processor")
     messages = _with_system(messages, spec)
     text = render_prompt(tokenizer, messages, tools=tools_of(row))
@@ -212,9 +211,8 @@ def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerTyp
 
 @_processor
 def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Convert a row {"messages": [question, answer]} to plain text that the model continues: the system prompt, then
-    the prompt file with the question. It is for base models and for few-shot tasks, whose responses end at the row's
-    "stop_strings"."""
+    """Convert a row {"messages": [question, answer]} to plain text to continue: the system prompt, then the prompt file
+    with the question. For base models and few-shot tasks; responses end at the row's "stop_strings"."""
     messages, info = _asked(row, spec, "raw_completion_data_processor")
     if len(messages) > 1:
         raise ValueError(
@@ -228,8 +226,7 @@ def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: Token
 @_processor
 def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
     """Convert a row {"messages"} to a prompt for agents, which call the policy themselves. The environment gets
-    `messages`, with the system prompt. The prompt's text is their contents, joined by newlines; agents do not get
-    it."""
+    `messages`, with the system prompt; the prompt's text, their contents joined by newlines, is not read."""
     messages, info = _asked(row, spec, "agent_data_processor")
     messages = _with_system(messages, spec)
     text = "\n".join(str(message["content"]) for message in messages)

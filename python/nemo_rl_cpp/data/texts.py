@@ -150,8 +150,7 @@ class TextStream:
         return text not in self._kept and text != self._without_special([token])
 
     def _settle(self, text: str) -> None:
-        """Divide `text`, which the tokens in `_window` decode to, among the tokens in `_waiting`; append it to
-        `_held`."""
+        """Divide `text`, decoded from `_window`, among the tokens in `_waiting`; append it to `_held`."""
         known = len(self._known)
         for end in self._waiting:
             until = text if end == len(self._window) else self._decode(self._window[:end])

@@ -34,8 +34,7 @@ def token_text(token: str | Mapping[str, Any] | None) -> str | None:
 
 def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
     """Return the settings of tokenizer_config.json. If they lack `added_tokens_decoder`, special_tokens_map.json takes
-    precedence, and added_tokens.json adds tokens whose ids tokenizer.json (`own_ids`) lacks. chat_template.jinja, if
-    there is one, is the `chat_template`."""
+    precedence, and added_tokens.json adds tokens outside `own_ids`. chat_template.jinja is the `chat_template`."""
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
         _take_special_tokens_map(settings, read_json(folder / "special_tokens_map.json"))
@@ -95,9 +94,8 @@ _OVERRULES = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # their fo
 
 
 def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Return the tokenizer class that transformers 5 uses for a folder: the one named in tokenizer_config.json
-    (`settings`) or config.json (`config`). If neither names one, and always for model types in `_OVERRULES`, it is the
-    `model_type`'s."""
+    """Return transformers 5's tokenizer class for a folder: the one that tokenizer_config.json (`settings`) or
+    config.json (`config`) names. Without a name, and for model types in `_OVERRULES`, it is the `model_type`'s."""
     kind = config.get("model_type")
     of_model = next((name for name, kinds in _OF_MODELS.items() if kind in kinds), None)
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")

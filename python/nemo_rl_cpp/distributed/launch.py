@@ -74,9 +74,8 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> None:
-    """Raise ConfigError if the configuration does not fit the launch: a different number of workers, restarts (which
-    only the launcher can do), `engines` workers that only generate, or an executor with which every rank would be a
-    separate run."""
+    """Raise ConfigError if the configuration does not fit the launch: another number of workers, restarts, which only
+    the launcher can do, separate engines, or an executor with which every rank would be a run."""
     if cluster.executor not in ("processes", "auto"):
         text = (
             f"is {cluster.executor}, but {launch.size_variable} is {launch.size}, so every rank would be a run of its own: set it to auto or "

@@ -41,9 +41,8 @@ class RaggedBatch(MutableMapping[str, Any]):
 
     @classmethod
     def of(cls, data: "Batch") -> Self:
-        """Convert a batch from NeMo RL's layout: `input_ids` [B, S] and `input_lengths` [B]. Any other tensor is
-        per-token if its second dimension is S. Tensors are moved to the CPU. Raise ValueError if the shapes and lengths
-        do not fit together."""
+        """Convert a batch from NeMo RL's layout: `input_ids` [B, S], `input_lengths` [B]; other tensors are per-token
+        if their second dimension is S. Move tensors to the CPU. Raise ValueError if shapes and lengths do not fit."""
         if isinstance(data, RaggedBatch):
             return data
         ids, lengths = data[TOKENS], torch.as_tensor(data[LENGTHS]).to("cpu", torch.int64)

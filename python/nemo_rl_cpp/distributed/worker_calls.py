@@ -28,8 +28,7 @@ class OtherRankFailedError(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """The outcome of a worker's call: a value, or an error with its traceback as text. `told` is the sentence to show
-    the user for an error of user code."""
+    """A worker's answer: a value, or an error with its traceback and, for user code, the sentence `told` to show."""
 
     value: object = None
     error: BaseException | None = None
@@ -98,8 +97,7 @@ def as_raised(error: BaseException) -> BaseException:
 
 
 def get(result: object, timeout: float | None = None) -> Any:
-    """Wait for a Future, a Ray ObjectRef, or a list of these, and return the values; any other object unchanged. Raise
-    TimeoutError after `timeout` seconds."""
+    """Return the values of a Future, a Ray ObjectRef or a list of these, or the object itself. Raise TimeoutError."""
     if isinstance(result, Future):
         return result.result(timeout)
     if isinstance(result, list):

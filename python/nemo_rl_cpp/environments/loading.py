@@ -46,8 +46,7 @@ def environment_class(name: str) -> type[EnvironmentInterface]:
 
 
 def reward_function(name: object) -> Callable[..., Sequence[float | None]]:
-    """Return the reward function with the dotted name `name`; a function is returned unchanged. Raise LoadingError for
-    anything that cannot be called."""
+    """Return the reward function with the dotted name `name`, or a given one. Raise LoadingError for others."""
     found = import_object(name, "reward function") if isinstance(name, str) else name
     if not callable(found):
         raise LoadingError(

@@ -45,8 +45,7 @@ class MathEnvironment(VerifyingEnvironment[GroundTruth]):
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[GroundTruth], return_extracted_answer: bool = False
     ) -> EnvironmentReturn[GroundTruth]:  # fmt: skip
-        """Score the responses and end the conversations. `answers` holds the extracted answers if
-        `return_extracted_answer`."""
+        """Score the responses and end the conversations. Return extracted answers if `return_extracted_answer`."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         truths = [truth_text(info["ground_truth"]) for info in metadata]
         verdicts = self._verify(responses, truths, **self._verify_kwargs)

@@ -1,5 +1,4 @@
-"""The data sets of a run and the environments that score them. The inspection of rows, which `nemo-rl-cpp check` also
-does, does not import torch."""
+"""A run's data sets and the environments that score them. The inspection of rows does not import torch."""
 
 from __future__ import annotations
 

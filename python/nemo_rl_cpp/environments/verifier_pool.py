@@ -102,9 +102,8 @@ class Verdicts:
 
 
 class VerifierPool:
-    """A pool of worker processes that score responses with a verifier class. They start in the background. A worker
-    that misses its deadline or ends is replaced. All are killed by `shutdown`, at the program's end, and with the
-    pool."""
+    """Worker processes that score responses with a verifier class. They start in the background, and are replaced after
+    a missed deadline or their end. `shutdown`, the program's end and the pool's end kill them."""
 
     def __init__(self, verifier: type, cfg: VerifierPoolConfig, warm_up: Mapping[str, object] | None = None) -> None:
         """Start `cfg.num_workers` processes, at most one per core (or two), each of which calls `verifier.warm_up`."""

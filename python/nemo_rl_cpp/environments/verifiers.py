@@ -86,8 +86,7 @@ class VerifierBase(ABC):
         """Return (score, extracted answer or None) for one response."""
 
     def verify(self, response: str, ground_truth: str, **kwargs: object) -> tuple[float, str | None, bool]:
-        """Return (score, extracted answer or None, whether no response can match the ground truth). The score is 0 if
-        `judge` raises an exception."""
+        """Return (score, extracted answer or None, whether no response can match). An exception of `judge` scores 0."""
         try:
             return *self.judge(response, ground_truth, **kwargs), False
         except VerifierUseError:

@@ -230,8 +230,7 @@ def _score(active: BatchedDataDict, env: Environment, name: str) -> EnvironmentR
 
 
 def prompt_scores(rewards: list[float], answers: list[str | None], config: MasterConfig) -> list[float]:
-    """Return the configured metric (pass@k or cons@k) of each prompt, from one entry per response. Raise ValueError for
-    cons@k if no response has an answer."""
+    """Return pass@k or cons@k of each prompt. Raise ValueError for cons@k if no response has an answer."""
     wanted, n = config.eval, config.eval.num_tests_per_prompt
     votes = wanted.metric == "cons@k"
     if votes and all(answer is None for answer in answers):

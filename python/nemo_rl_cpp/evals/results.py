@@ -161,8 +161,7 @@ _ROLLOUT = {
 
 
 def save_evaluation_data(samples: list[dict[str, object]], config: EvalMasterConfig, folder: Path) -> None:
-    """Write `evaluation_data.json` ({"evaluation_data": [one dictionary per response]}) and `config.json`, the
-    evaluation's settings, into `folder`."""
+    """Write `evaluation_data.json` (a dictionary per response) and `config.json`, the settings, into `folder`."""
     wanted, generation = config.eval, config.generation
     folder.mkdir(parents=True, exist_ok=True)
     described: dict[str, object] = {"model_name": generation.model_name, "dataset_name": config.data.dataset_name}

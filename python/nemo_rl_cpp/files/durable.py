@@ -55,8 +55,7 @@ def publish_folder(fresh: Path, target: Path, old: Path) -> None:
 
 
 def write_durable(path: Path, text: str) -> None:
-    """Write `text` to a file and sync it to disk. The write is not atomic, so use it only for files in a folder that is
-    not published yet."""
+    """Write `text` to a file and sync it to disk. Not atomic: only for files in a folder that is not published yet."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -10,9 +10,8 @@ class MissingFileError(FileNotFoundError, ValueError):
 
 
 def _places(path: str | Path) -> list[Path]:
-    """Return the places to try for the file `path`: as given, in the source tree, and in the installed package. The
-    package has the prompts of `examples/prompts/`, which are found by that path or by the file name alone. An absolute
-    path is tried alone."""
+    """Return the places to try for the file `path`: as given, in the source tree, and in the installed package, which
+    has the prompts of `examples/prompts/` by path or name. An absolute path is tried alone."""
     given = Path(path).expanduser()
     if given.is_absolute():
         return [given]

@@ -206,8 +206,7 @@ def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Plain]:
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
     """Reorder the rows of a query or key projection [heads * head_dim, inputs], or of its bias, from a RoPE that pairs
-    adjacent rows to one that pairs the halves of a head: row 2i becomes row i, row 2i + 1 becomes row head_dim / 2 +
-    i."""
+    adjacent rows to one that pairs the halves of a head: rows 2i and 2i + 1 become i and head_dim / 2 + i."""
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 

@@ -196,8 +196,7 @@ def nearest_model(name: str) -> str | None:
 
 
 def with_deadline(call: Callable[[], T], seconds: float) -> T:
-    """Return the result of `call`, which runs in a thread that is abandoned at the deadline (TimeoutError), because
-    looking up a host has no timeout."""
+    """Return the result of `call`, in a thread that is abandoned at the deadline: looking up a host has no timeout."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -339,8 +338,7 @@ def gguf_folder(file: Path) -> Path:
 
 
 def smollm2_folder() -> Path:
-    """Return the folder of SmolLM2-135M-Instruct in the cache (538 MB, float32). The first call converts it, while
-    other processes wait."""
+    """Return the cached folder of SmolLM2-135M-Instruct (538 MB, float32). The first call converts it; others wait."""
     folder = cache_root() / "models" / SMOLLM2
     if _complete(folder):
         return folder
@@ -432,8 +430,7 @@ def find_policy_weights(name: str) -> str:
 
 
 def _problem_of_weights(step: Path) -> str | None:
-    """Return a text on damaged or missing policy weights in a checkpoint, else None. Without a manifest only their
-    existence is checked."""
+    """Return a text on damaged (by the manifest, if any) or missing policy weights in a checkpoint, else None."""
     if (step / MANIFEST).exists():
         return folder_problem(step, contents=False, within=f"{_WEIGHTS}/")
     return None if any((step / _WEIGHTS).glob("*")) else f"it has no files in {_WEIGHTS}"

@@ -316,8 +316,7 @@ def _latest_changes(params: Mapping[str, str]) -> dict[str, tuple[tuple[int, int
 
 
 def check_trackers(cfg: LoggerConfig) -> None:
-    """Raise ValueError if MLflow is enabled and no server answers within three seconds. Folders, databases and servers
-    behind a proxy are not checked."""
+    """Raise ValueError if no MLflow server answers within three seconds. Folders and proxies are not checked."""
     uri = MLflowLogger.options(cfg.mlflow).get("tracking_uri") if cfg.mlflow_enabled else None
     address = urlsplit(uri or "")
     if address.scheme not in ("http", "https") or address.hostname is None:

@@ -1,5 +1,4 @@
-"""The log folders exp_NNN of runs, the record of which run owns a folder, and the files metrics.jsonl, system.jsonl and
-hyperparams.json in it."""
+"""The log folders exp_NNN, the record of which run owns one, and metrics.jsonl, system.jsonl and hyperparams.json."""
 
 import json
 import os

@@ -61,8 +61,7 @@ class TensorboardLogger(LoggerInterface):
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """Append each number as a float32 scalar, clamped to its range if it is finite. Skip other values, with one
-        message per name (none for strings)."""
+        """Append each number as a float32 scalar, clamped if finite. Skip other values, with one message per name."""
         limit = float(np.finfo(np.float32).max)
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
             number = scalar_of(value)

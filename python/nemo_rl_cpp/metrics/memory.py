@@ -1,5 +1,4 @@
-"""Memory and GPU use: the peak memory per phase, of the process (resident set) and of the GPU in use, and a thread that
-samples the memory of the machine."""
+"""Memory and GPU use: peaks per phase of the process and the GPU in use, and a thread that samples the machine's."""
 
 import gc
 import os
@@ -65,9 +64,8 @@ def reset_peak_rss() -> bool:
 
 @contextmanager
 def startup_objects_frozen() -> Iterator[None]:
-    """Exclude all existing objects from garbage collection during the `with` block. Several hundred thousand objects
-    (modules, tables) live as long as the run, and scanning them takes 1 % of a small step. If the caller has already
-    used `gc.freeze`, change nothing."""
+    """Exclude all existing objects from garbage collection in the `with` block: scanning several hundred thousand of
+    them takes 1 % of a small step. If the caller has already used `gc.freeze`, change nothing."""
     mine = gc.get_freeze_count() == 0
     if mine:
         gc.freeze()
@@ -115,8 +113,7 @@ class PhaseMemory:
         return metrics
 
     def _fold(self) -> int:
-        """Return the peak memory in bytes since the last call, and begin a new measurement. The peak of the whole run
-        includes the returned value."""
+        """Return the peak in bytes since the last call, and begin a new measurement. The run's peak includes it."""
         peak = peak_rss_bytes()
         self._run_peak = max(self._run_peak, peak)
         if self._can_reset:

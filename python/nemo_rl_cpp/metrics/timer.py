@@ -25,8 +25,7 @@ class Timer:
         self._observers: list[object] = []
 
     def record(self, label: str, elapsed: float) -> None:
-        """Add `elapsed` seconds, which the caller measured, to the label `label`. Seconds added here do not count in
-        the metric `accounted_share`."""
+        """Add `elapsed` seconds that the caller measured to `label`; not counted in `accounted_share`."""
         with self._lock:
             self._times[label] = self._times.get(label, 0.0) + elapsed
 
@@ -131,8 +130,7 @@ class TimeoutChecker:
 
 
 class Devices(NamedTuple):
-    """Three numbers of devices, the divisors of rates per device: in total, for training and for generation. A device
-    is a GPU, or the CPU of one process."""
+    """Numbers of devices, to which rates refer: all, training, generating. A device is a GPU or one process's CPU."""
 
     total: int = 1
     training: int = 1

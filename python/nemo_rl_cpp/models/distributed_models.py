@@ -51,9 +51,8 @@ def _built(
 
 
 class DistributedModel:
-    """One model, of the class `model`, in all workers of a cluster. A method passes its batch to all workers. Each
-    worker processes its share of the samples (`Ranks`) with the whole model or a tensor-parallel slice, and the method
-    combines the workers' results."""
+    """One model, of the class `model`, in all workers of a cluster. A method passes its batch to all; each worker
+    processes its share of the samples with the model or its tensor-parallel slice, and results are combined."""
 
     def __init__(
         self,
@@ -88,8 +87,7 @@ class DistributedModel:
         return self.group.call_for_one_value("weight_digest")
 
     def _gather(self, method: str, data: Batch, *options: object) -> BatchedDataDict:
-        """Call `method` in all workers, and return {name: one value per token} for the whole batch, in the layout of
-        `data`."""
+        """Call `method` in all workers, and return {name: a value per token} of the batch, in the layout of `data`."""
         batch = plain_batch(data)
         ((name, of_tokens),) = self.group.call_all(method, batch, *options)[0].items()
         return BatchedDataDict({name: in_layout_of(data, batch, of_tokens)})

@@ -77,8 +77,7 @@ def stored_shape(name: str, shape: Sequence[int]) -> list[int]:
 
 class LinkedTensors:
     """The tensors of a GGUF file that a folder made by `hub.sources.gguf_folder` links to. `places` maps a tensor's
-    Hugging Face name to (dtype, shape, first byte, end); a dtype is that of safetensors, or ggml's name of a block
-    format."""
+    Hugging Face name to (dtype of safetensors or block format of ggml, shape, first byte, end)."""
 
     def __init__(self, folder: Path) -> None:
         self._config = hf_config.read_config(folder)

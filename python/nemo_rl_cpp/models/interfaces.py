@@ -81,9 +81,8 @@ class PolicyInterface(TrainedModelInterface, Protocol):
         current weights without top-k and top-p; 0 at untrained tokens. Called only if top_entropy_quantile < 1."""
 
     def get_sum_pi_squared(self, data: Mapping[str, object]) -> Mapping[str, object]:
-        """Return {"sum_pi_squared": float32 [T] or [B, S]}: the sum of squared probabilities over the vocabulary at
-        each token, under the current weights without top-k and top-p; 0 at untrained tokens. Called only for the
-        estimator optimal_token_baseline."""
+        """Return {"sum_pi_squared": float32 [T] or [B, S]}: the sum of squared probabilities under the current weights,
+        without top-k and top-p; 0 at untrained tokens. Used by the estimator optimal_token_baseline."""
 
     def get_teacher_logprobs(self, data: Mapping[str, object], teacher: str) -> Mapping[str, object]:
         """Return {"teacher_logprobs": float32 [T] or [B, S]}, computed like `get_reference_policy_logprobs`, but under

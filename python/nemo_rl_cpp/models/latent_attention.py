@@ -19,8 +19,7 @@ def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
 
 
 def check(form: Mapping[str, Plain]) -> None:
-    """Raise ModelFolderError if the native core does not support a size of the latent attention in `form`, a
-    config.json in canonical form."""
+    """Raise ModelFolderError if the native core does not support a size of the latent attention in `form`."""
     heads, key_value, rank = form["num_attention_heads"], form["num_key_value_heads"], form["q_lora_rank"]
     expect(heads == key_value, "num_key_value_heads", key_value, f"num_attention_heads {heads}")
     expect(rank is None or is_whole(rank, 1), "q_lora_rank", rank, "a whole number above 0 or null")

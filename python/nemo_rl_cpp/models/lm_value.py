@@ -24,8 +24,7 @@ class Value(TrainedModel, ValueInterface):
     value_head = True
 
     def get_values(self, data: Batch) -> BatchedDataDict:
-        """Return {"values": [T], or [B, S] for padded `data`}: the value of the state before each token to score (see
-        `wanted_tokens`), 0 elsewhere."""
+        """Return {"values": [T], or [B, S] for padded `data`}: the value before each token to score, 0 elsewhere."""
         batch = RaggedBatch.of(data)
         return BatchedDataDict(values=in_layout_of(data, batch, self._score(self.model, batch)))
 

@@ -154,8 +154,7 @@ class Lora:
     # ---- the folder
 
     def save(self, weights: Path, layout: C.ParameterLayout, masters: Tensor) -> None:
-        """Write the adapter in PEFT's format below `weights`; `masters` has its float32 weights, in the layout of the
-        whole model."""
+        """Write the adapter in PEFT's format below `weights`. `masters` has its float32 weights, unsliced."""
         folder = weights / ADAPTER
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {}
@@ -260,8 +259,7 @@ class Lora:
         }
 
     def load(self, weights: Path, model: C.DecoderModel) -> None:
-        """Load an adapter that `save` wrote. Raise ValueError if it is missing or has other settings or another
-        base."""
+        """Load an adapter that `save` wrote. Raise ValueError if it is missing or does not fit settings or base."""
         folder = weights / ADAPTER
         if not (folder / WEIGHTS_FILE).is_file():
             raise ValueError(

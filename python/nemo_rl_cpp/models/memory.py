@@ -271,8 +271,7 @@ def _kv_cache(config: TrainMasterConfig, sizes: ModelSizes, responses: int, sequ
 
 
 def _states(policy: PolicyConfig, sizes: ModelSizes, sequences: int, prompts: int) -> Parts:
-    """Return the memory of the recurrent states of `sequences` sequences and their prompts
-    (csrc/generation/engine.cpp)."""
+    """Return the memory of the recurrent states of sequences and prompts (csrc/generation/engine.cpp)."""
     if not sizes.recurrent_layers:
         return ()
     states = len(sizes.recurrent_layers) * float(sequences + min(prompts, sequences))
@@ -284,8 +283,7 @@ _PACK_AFTER = 16
 
 
 def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> Parts:
-    """Return the memory of the weights' copy for small-batch decoding, 12 bits per weight
-    (csrc/kernels/packed_weights.h)."""
+    """Return the memory of the weights' copy for decoding, 12 bits per weight (csrc/kernels/packed_weights.h)."""
     generation = policy.generation
     ends_before = generation.packed_weights == "auto" and (generation.max_new_tokens or math.inf) <= _PACK_AFTER
     in_blocks = policy.quantization in ("q8_0", "q4_0")  # of every large matrix; blocks are not packed
@@ -321,8 +319,7 @@ class _Training(NamedTuple):
 
 
 def _of_training(config: TrainMasterConfig, name: str, sizes: ModelSizes, parameters: int, ranks: int) -> _Training:
-    """Return the memory of training the model `name` ("policy" or "value"), also of the first step, which keeps no
-    activations."""
+    """Return the memory of training the model `name` ("policy" or "value"), at least that of the first step."""
     model: TrainedModelConfig = getattr(config, name)
     gradients = (f"{name} gradients", gradient_bytes(model, sizes, _trained(model, parameters, sizes), ranks))
     head = (_head(model, sizes, "train", _scored_share(config)),) if name == "policy" else ()
@@ -473,8 +470,7 @@ def forecast_summary(config: WholeConfig) -> str | None:
 
 
 def certain_bytes(config: TrainMasterConfig) -> float | None:
-    """Return the bytes of weights, master weights, gradients and moments, which do not depend on lengths; None if
-    unknown."""
+    """Return the bytes of weights, gradients and optimizer, which do not depend on lengths; None if unknown."""
     phases = forecast(config)
     if phases is None:
         return None

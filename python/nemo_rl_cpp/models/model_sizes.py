@@ -242,8 +242,7 @@ _VARIANT = re.compile(r"-(base|instruct|chat(-v[\d.]+)?|v0\.[123]|it|sft|dpo|cod
 
 
 def known_model(name: str) -> KnownModel | None:
-    """Return the known model with this name, with or without its owner or the suffix of a variant such as -Instruct; or
-    None."""
+    """Return the known model of this name, without its owner or a suffix such as -Instruct, too; or None."""
     owner, _, short = name.lower().rpartition("/")
     short = short.replace("mistral-7b-v0.3", "mistral-7b").replace("mistral-7b-instruct-v0.3", "mistral-7b")
     while short:

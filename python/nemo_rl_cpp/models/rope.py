@@ -148,9 +148,8 @@ def _check_has_scaling(scaling: Plain, key: str, keys: Iterable[str]) -> None:
 def lay_kinds_over(
     form: Mapping[str, Plain], overrides: Mapping[str, Plain], local_key: str | None
 ) -> dict[str, Plain]:
-    """Return a canonical configuration with RoPE by kinds of layers after applying the RoPE keys of `overrides`, as
-    `lay_rope_over` does. A section without kinds and `rope_theta` concern full attention; for `local_key` see
-    `respell_kinds`."""
+    """Return a canonical configuration with RoPE by kinds of layers after applying `overrides`, as `lay_rope_over`
+    does. A section without kinds and `rope_theta` concern full attention; for `local_key` see `respell_kinds`."""
     sections = dict(form["rope_parameters"])
     if {"rope_scaling", "rope_parameters"} & overrides.keys():
         name = section_name(overrides)

@@ -205,8 +205,7 @@ class TrainedModel:
         return float(self.folder.config["router_aux_loss_coef"] if given is None else given)
 
     def _update_router_biases(self) -> None:
-        """Raise the bias of each expert with fewer tokens than its router's average, lower the others, and reset the
-        counts."""
+        """Raise the bias of each expert with fewer tokens than the average, lower the others, and reset the counts."""
         for bias, load in self.model.routers if self._bias_update_rate else ():
             tokens = self.ranks.whole(load).double()
             bias.add_(torch.sign(tokens.mean() - tokens).to(bias.device), alpha=self._bias_update_rate)

@@ -1,5 +1,4 @@
-"""Read the weights of a Hugging Face folder, and an adapter in PEFT's format, and compare them with a model's
-parameters. Needs no torch."""
+"""Read the weights of a Hugging Face folder and adapters of PEFT, and compare them with a model's parameters."""
 
 from __future__ import annotations
 
@@ -180,16 +179,14 @@ def _damaged(file: Path, error: Exception) -> ModelFolderError:
 
 
 def all_entries(files: Iterable[Path]) -> Iterator[tuple[Path, str, TensorEntry]]:
-    """Yield (file, tensor's name, its `TensorEntry`) for every tensor of the files, from their headers. Raise
-    ModelFolderError for a damaged file."""
+    """Yield (file, tensor's name, `TensorEntry`) from the files' headers. Raise ModelFolderError for a damaged file."""
     for file in files:
         for name, entry in tensor_entries(file).items():
             yield file, name, entry
 
 
 def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
-    """Yield (name, tensor) for every tensor of the files, without copying. The safetensors library is not used, because
-    it needs torch for bfloat16."""
+    """Yield (name, tensor) of the files, without copying. The safetensors library would need torch for bfloat16."""
     contents = {file: _contents(file) for file in files}  # a damaged file is found before the first tensor is read
     for file, (entries, restores) in contents.items():
         try:
@@ -265,8 +262,7 @@ _NOT_COMPUTED = (
 
 
 def _predicts_more_tokens(name: str, shapes: Container[str]) -> bool:
-    """Return whether the tensor `name` belongs to a layer for multi-token prediction, behind the last layer
-    (GLM-4.5)."""
+    """Return whether a tensor is of a multi-token-prediction layer, behind the last layer (GLM-4.5)."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     if found is None:
         return False
@@ -276,8 +272,7 @@ def _predicts_more_tokens(name: str, shapes: Container[str]) -> bool:
 
 
 def _known_name(name: str, shapes: Container[str]) -> str:
-    """Return the parameter's name in `shapes` for a name with the prefixes of Nemotron-H, base or vision-language
-    models."""
+    """Return the name in `shapes` of a parameter named as in Nemotron-H, base or vision-language models."""
     name = our_name(name) if name.startswith("backbone.") else name
     name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
     return f"model.{name}" if name not in shapes and f"model.{name}" in shapes else name
@@ -400,8 +395,7 @@ def split_experts(
 def _stacked_experts(
     prefix: str, names: Sequence[str], tensor: RawTensor | TensorEntry
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield (name, view) of each matrix of each expert in `tensor` [experts, rows, columns], whose rows hold the
-    matrices `names` one after the other."""
+    """Yield (name, view) of each expert's matrices: rows of `tensor` [experts, rows, columns] hold `names` in turn."""
     count, rows, columns = tensor.shape
     part = tensor._replace(shape=[rows // len(names), columns])
     for index in range(count * len(names)):
@@ -417,8 +411,7 @@ def _stacked_experts(
 def _single_experts(
     prefix: str, matrix: str, tensor: RawTensor | TensorEntry, scales: RawTensor | TensorEntry | None
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield (name, tensor) of each expert's matrices in `matrix` of all experts, in which gate has the even rows and up
-    the odd."""
+    """Yield (name, tensor) of each expert's matrices in `matrix` of all, with gate in even rows and up in odd ones."""
     parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
     if matrix == "down_proj":
         parts = {"down_proj": slice(None)}
@@ -471,8 +464,7 @@ _INNER = ".base_layer"
 
 
 def name_in_text_model(name: str) -> str:
-    """Return the name that the text model alone has for an adapter's tensor, which may be named as in Gemma 3 with
-    images."""
+    """Return the text model's own name of an adapter's tensor, which may be named as in Gemma 3 with images."""
     return name.removeprefix(PREFIX).replace("model.language_model.", "model.", 1)
 
 

@@ -1,5 +1,4 @@
-"""The weights of a native model: views by name, tensor-parallel slices, and reading and writing Hugging Face folders
-(safetensors, one file or sharded)."""
+"""A native model's weights: views by name, tensor-parallel slices, and Hugging Face folders (safetensors)."""
 
 import json
 import re
@@ -180,8 +179,7 @@ def save_weights(
     model: C.DecoderModel, folder: str | Path, config: Mapping[str, Plain], max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Write config.json and the model's weights, or `tensors`, in its precision in transformers' format, sharded if
-    large."""
+    """Write config.json and the model's weights, or `tensors`, in its precision; sharded files if large."""
     folder = Path(folder)
     save_config(folder, config, model.compute.dtype)
     tensors = named_views(model.specs, model.compute) | buffers(model) if tensors is None else tensors

@@ -33,8 +33,7 @@ class GroupBaseline(NamedTuple):
 
 
 class TokenAdvantages(NamedTuple):
-    """Advantages and returns of each token, [B, S] or [T]. If there were too few valid tokens to whiten, `degenerate`
-    is True and all advantages are 0."""
+    """Advantages and returns of each token, [B, S] or [T]. `degenerate`: too few valid tokens to whiten, all are 0."""
 
     advantages: Tensor
     returns: Tensor | None
@@ -64,8 +63,7 @@ def group_baseline(
 
 
 def grpo_advantages(rewards: Tensor, baseline: Tensor, std: Tensor, *, normalize: bool) -> Tensor:
-    """Return reward - baseline, [B]. If `normalize` and std > 0, it is divided by std + 1e-6. Raise ValueError for
-    different shapes."""
+    """Return reward - baseline, [B]; if `normalize` and std > 0 divided by std + 1e-6. Raise ValueError."""
     if not rewards.shape == baseline.shape == std.shape:
         shapes = ", ".join(str(list(t.shape)) for t in (rewards, baseline, std))
         raise ValueError(f"rewards, baseline and std have the shapes {shapes}: expected [B] for all")

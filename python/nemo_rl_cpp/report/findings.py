@@ -26,8 +26,7 @@ class Finding(NamedTuple):
 
 
 Found = tuple[str, str, str] | tuple[str, str, str, str] | None
-"""What a rule returns: level, title and advice of a finding, and its metric if `rule` names none; None: nothing
-found."""
+"""The result of a rule: level, title and advice, and the metric unless `rule` names none; None: no finding."""
 RULES: list[Callable[[MetricHistory], Finding | None]] = []
 
 
@@ -291,8 +290,7 @@ def prompts_cut(h: MetricHistory) -> Found:
 
 
 def _cut_costs_nothing(h: MetricHistory) -> bool:
-    """Return whether truncated responses earn about as much as all responses. If nearly all responses are truncated,
-    return whether the reward rises."""
+    """Return whether truncated responses earn about as much as all; if nearly all are, whether the reward rises."""
     cut, every, rate = (h.by_step(name) for name in ("train/reward_of_truncated", REWARD, CUT))
     steps = [step for step in cut if rate.get(step, 1.0) < 0.97 and step in every]
     if steps:
@@ -401,8 +399,7 @@ class Alerts:
 
     @property
     def learned_nothing(self) -> bool:
-        """Return whether all gradients so far in this process were 0, so that at most weight decay has
-        changed the policy."""
+        """Return whether all gradients in this process were 0, so that at most weight decay has changed the policy."""
         norms = self.history.curve(NORM).values
         return bool(norms) and all(norm == 0 for norm in norms)
 

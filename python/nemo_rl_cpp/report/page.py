@@ -259,8 +259,7 @@ def _span(values: Sequence[float]) -> str:
 
 
 def tiles(history: MetricHistory, total_steps: int | None) -> list[tuple[str, str, str]]:
-    """Return (name, value, note), as text, of each figure at the top of the page, in a run of `total_steps` (None:
-    unknown)."""
+    """Return (name, value, note) of each figure at the top of the page. `total_steps` may be unknown (None)."""
     values = history.values
     tiles = [("steps", f"{history.last_step}", f"of {total_steps}" if total_steps else "")]
     if rewards := values("train/reward"):

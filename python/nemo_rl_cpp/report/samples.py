@@ -61,8 +61,7 @@ class Answer:
 
 
 def read_groups(path: Path) -> list[list[Answer]]:
-    """Return the responses in a file, grouped by `group_id`, or without ids by consecutive equal prompts; an empty list
-    for a file larger than 64 MiB."""
+    """Return a file's responses by `group_id`, or else by consecutive equal prompts; [] for a file above 64 MiB."""
     if path.stat().st_size > _MOST_BYTES:
         return []
     with open(path, encoding="utf-8") as file:
@@ -123,9 +122,8 @@ class SampleBook:
         self._kept = len(self._bytes)
 
     def samples(self) -> list[Plain]:
-        """Return {"kind", "step", "of", "groups"} for each step to show: at most `MAX_STEPS` training steps and as many
-        validation steps, chosen by `thinned`. "kind" is "train" or "val", "of" the number of the step's prompts,
-        "groups" those chosen by `pick`."""
+        """Return {"kind": "train" or "val", "step", "of": number of prompts, "groups": those chosen by `pick`} for each
+        step to show: at most `MAX_STEPS` training steps and as many validation steps, chosen by `thinned`."""
         found: dict[str, list[tuple[int, Path]]] = {"train": [], "val": []}
         for path in self.log_dir.glob("*_data_step*.jsonl"):
             if match := _FILE.fullmatch(path.name):
@@ -245,8 +243,7 @@ def _cost(answer: Answer) -> float:
 
 
 def thinned(items: Sequence[Item], fits: Callable[[list[Item]], bool]) -> list[Item]:
-    """Return the last item and every 2^k-th item, with the smallest k for which the chosen ones fit. The choice rarely
-    changes as the list grows."""
+    """Return the last item and every 2^k-th, with the smallest k that fits, so that a growing list changes rarely."""
     chosen, stride = [*items], 1
     while len(chosen) > 2 and not fits(chosen):
         stride *= 2

@@ -47,8 +47,7 @@ def usage(prompts: list[list[int]], samples: list[Sample]) -> Json:
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: int | str | None = None) -> Json:
-    """Return an error response's body in OpenAI's format. `kind` is its field `type`, such as "server_error"; `param`
-    is the request's invalid field."""
+    """Return an error's body in OpenAI's format. `kind` is its `type` ("server_error"), `param` the invalid field."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -175,8 +174,7 @@ class Answer:
 
 
 class TextAnswer(Answer):
-    """The base class of responses as text. A subclass defines the entries of `choices`: `_part` of a chunk, and
-    `_complete` of a complete response."""
+    """The base of responses as text. A subclass makes the `choices`: `_part` of a chunk, `_complete` of a response."""
 
     kind: str  # the object name of a whole response
     chunk_kind: str  # the object name of a stream's chunks

@@ -213,8 +213,7 @@ def read_body(kind: type[Body], data: object) -> Body:
 
 
 def _without_neutral(data: dict[str, Any], ignored: set[str], kept: set[str] = frozenset()) -> dict[str, Any]:
-    """Return the fields that may change a response, and those in `kept`. Raise RequestError for a field of `_NEUTRAL`
-    with a value that is not neutral."""
+    """Return fields that may change a response, and `kept`. Raise RequestError for others that are not neutral."""
     changing = {name: value for name, value in data.items() if value is not None and name not in ignored}
     for name in changing.keys() & _NEUTRAL.keys() - kept:
         value = changing.pop(name)

@@ -11,8 +11,7 @@ from nemo_rl_cpp.serving.model import EngineSizes, Limits, load_model
 
 
 def serve(arguments: argparse.Namespace, key: str | None) -> int:
-    """Serve the model of the parsed `arguments` until Ctrl-C or SIGTERM, and return the exit status. `key` is the
-    bearer token, or None."""
+    """Serve the model of `arguments` until Ctrl-C or SIGTERM; return the exit status. `key`: bearer token or None."""
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     listener = listen(arguments.host, arguments.port)  # fails before a model is loaded if the port is in use

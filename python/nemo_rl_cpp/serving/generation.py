@@ -1,5 +1,4 @@
-"""An HTTP server for the policy of a run, in the process of its engine. It answers during rollouts and validations,
-while the weights are constant."""
+"""An HTTP server for a run's policy, beside its engine, which answers while the weights are constant."""
 
 from __future__ import annotations
 
@@ -204,8 +203,7 @@ def serve_policy(
 
 
 def listener_of(config: PolicyConfig) -> socket.socket | None:
-    """Return a listening socket at the address in `http_server`; None if no server is configured. Raise ValueError if
-    the address is in use."""
+    """Return a listening socket at `http_server`'s address, None without one. Raise ValueError if it is in use."""
     if not config.generation.expose_http_server:
         return None
     check_installed("policy.generation.expose_http_server")

@@ -119,8 +119,7 @@ def wait_for_end(ended: threading.Event, server: HttpServer, engine: Engine, eve
 
 
 async def read_raw(request: Request, most_bytes: int, seconds: float) -> bytes:
-    """Return the body of a request. Raise RequestError if it is longer than `most_bytes` (status 413) or takes longer
-    than `seconds` to arrive (408)."""
+    """Return a request's body. Raise RequestError if it exceeds `most_bytes` (status 413) or `seconds` (408)."""
     pieces, size = [], 0
     try:
         async with asyncio.timeout(seconds):

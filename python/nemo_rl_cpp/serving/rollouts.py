@@ -64,9 +64,8 @@ class Rollouts:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def register(self, key: str, stream: int, sampling: Sampling, name: str | None = None) -> str:
-        """Add a rollout that a run will train on. Return its key: `key`, or a new one if `key` was already used.
-        `stream` ("train" or "val" as a number) and `name` (None: the key) seed its sampling, with the parameters
-        `sampling`."""
+        """Add a rollout that a run will train on. Return its key: `key`, or a new one if it was already used. `stream`
+        ("train" or "val" as a number), `name` (None: the key) and `sampling` determine its samples."""
         with self._lock:
             own, number = key, 1
             while own in self._registered or own in self._ended:
@@ -132,9 +131,8 @@ def _digest(*parts: bytes) -> bytes:
 
 
 def longest_chain(calls: list[Call]) -> list[Call]:
-    """Return the calls of the longest conversation: each prompt starts with the previous call's prompt and response.
-    Retries, sub-agents and shortened conversations are dropped. The longest has the most calls, then the most tokens,
-    whatever the order of arrival."""
+    """Return the calls of the longest conversation (most calls, then most tokens): each prompt starts with the previous
+    call's prompt and response. Retries, sub-agents and shortened conversations are dropped."""
     ordered = sorted(calls, key=lambda call: (len(call.prompt_ids), call.prompt_ids, call.sample.token_ids))
     size = lambda chain: (len(chain), len(chain[-1].ids), chain[-1].ids)  # noqa: E731
     chains: list[list[Call]] = []

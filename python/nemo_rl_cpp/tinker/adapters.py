@@ -339,8 +339,7 @@ class AdaptedModel:
         return [list(zip(*row)) for row in zip(tokens.tolist(), values.tolist())]
 
     def engine(self) -> C.ResidentEngine:
-        """Return an idle engine for one sampler. Each has its own KV cache, because samplers take turns even in the
-        middle of a response."""
+        """Return an idle engine for one sampler, with its own KV cache: samplers take turns within responses."""
         if self._idle_engines:
             return self._idle_engines.pop()
         base, runner = self.base, native_runner(self.native, {})
@@ -357,8 +356,7 @@ class AdaptedModel:
 @dataclass(frozen=True)
 class PromptGroup:
     """Consecutive rows [begin, end) with a common prompt, which is computed once. Their first `length` targets are
-    equal and have no gradient. Their first `length` + 1 tokens are equal: the last predicts a target that may have
-    one."""
+    equal and have no gradient; so are the first `length` + 1 tokens, whose last predicts the next target."""
 
     begin: int
     end: int

@@ -213,8 +213,7 @@ class Models:
         return [None if place < first else logprob for place, logprob in enumerate(found)]
 
     def sample(self, sampler: Sampler, request: SampleRequest, draws: str, future: Future) -> None:
-        """Submit a request for samples. `future` later receives its SampleResponse; the text `draws` seeds the sampling
-        if the request has no seed."""
+        """Submit a request for samples. `future` receives its SampleResponse; `draws` replaces a missing seed."""
         prompt, params = request.prompt, request.params
         temperature = number("temperature", params.temperature, SMALLEST, LARGEST, zero_is="for greedy decoding")
         limit = None if params.max_tokens is None else whole_number("max_tokens", params.max_tokens, 1)

@@ -179,8 +179,7 @@ def _in_turn(call: Callable[[Service, TrainedModel, R], object]) -> Callable[[Se
 
 
 class Service:
-    """The server's sessions, models, samplers and checkpoints. An `UntypedAPIFuture` is a queued request, for whose
-    result the client asks later."""
+    """The server's sessions, models, samplers and checkpoints. An `UntypedAPIFuture` refers to a queued request."""
 
     def __init__(self, base: Base, store: Store) -> None:
         self.core = Models(base, store)

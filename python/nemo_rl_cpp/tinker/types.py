@@ -119,8 +119,7 @@ class SampleResponse:
 
 
 def tokens_of(given: Tokens, what: str) -> list[int]:
-    """Return a prompt or an input, called `what`, as a list of tokens. Raise ValueError if it is none, such as a text,
-    an image or audio."""
+    """Return a prompt or input, called `what`, as tokens. Raise ValueError for a text, an image or audio."""
     if not hasattr(given, "to_ints"):
         return token_ids(what, given)
     try:

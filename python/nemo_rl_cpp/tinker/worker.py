@@ -104,8 +104,7 @@ class Sampler:
             self._engine = None
 
     def step(self) -> None:
-        """Sample one token for each running request, and complete those whose samples have ended. The native model must
-        have this sampler's adapter loaded."""
+        """Sample one token for each running request; complete those whose samples ended. The adapter must be loaded."""
         try:
             drawn = zip(*self._engine.step())
         except Exception as error:  # noqa: BLE001 - the engine has given all its sequences up

@@ -58,8 +58,7 @@ class CheckedWeights(WeightSynchronizer):
 
 
 class SharedWeights(CheckedWeights):
-    """A synchronizer for an engine that reads the policy's weights in memory: it only compares digests, copying
-    nothing."""
+    """A synchronizer for an engine that reads the policy's weights in memory: it only compares digests."""
 
     def sync_weights(self, *, timer: Timer | None = None) -> RefitMetrics:
         """Discard the engine's KV cache if the weights are stale. Return `refit/bytes` (0: nothing is copied) and
@@ -170,8 +169,7 @@ class CollectiveWeights(SentWeights):
         }  # fmt: skip
 
     def _together(self, ours: str, theirs: str, argument: object) -> list[list]:
-        """Call `ours` of trainer rank 0 and `theirs` of all engines at the same time, with `argument`. Return [[rank
-        0's result], [the engines' results]]."""
+        """Call `ours` of rank 0 and `theirs` of all engines at once. Return [[rank 0's result], [engines' results]]."""
         trainers, engines = self._policy.group, self._generation.group
         calls = [trainers.run_single_worker_single_data(ours, 0, argument)]
         others = engines.run_all_workers_single_data(theirs, argument)

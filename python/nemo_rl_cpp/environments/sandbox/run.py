@@ -76,9 +76,8 @@ class Outcome:
 def run_program(
     source: str, stdin: str = "", limits: Limits | None = None, files: dict[str, bytes] | None = None
 ) -> Outcome:
-    """Run the Python code `source` in the sandbox, with `files` (name -> contents) in its folder. Afterwards no process
-    of the run is left. The calling process must have only one thread, because it forks. Raise SandboxUnavailableError
-    if the sandbox cannot be built."""
+    """Run the Python code `source` in the sandbox, with `files` (name -> contents) in its folder; leave no process. The
+    caller must have only one thread, because it forks. Raise SandboxUnavailableError if there is no sandbox."""
     run, program = _Run(limits or Limits()), source.encode("utf-8", "surrogatepass")
     try:
         run.start({**(files or {}), "main.py": program}, stdin.encode("utf-8", "surrogatepass"))

@@ -123,8 +123,7 @@ class DistributedGeneration(GenerationInterface):
         return self._of_engines("generate_with", [(self._number, share, greedy) for share in prompts], told)
 
     def _of_engines(self, method: str, each: list[tuple], told: list[OnFinished | None]) -> list:
-        """Return the result of each engine r, called with `each[r]` and `told[r]` on all of its tensor-parallel
-        ranks."""
+        """Return the result of each engine r, called with `each[r]` and `told[r]` on all its ranks."""
         size = self.group.tensor_size
         calls = [call for call in each for _ in range(size)]
         by_worker = [listener for first in told for listener in (first, *[None] * (size - 1))]

@@ -183,8 +183,7 @@ class CachedDecoder:
         self._positions = accepts(module, "position_ids") is not None
 
     def begin(self, prompts: list[Tensor], index: Tensor) -> Tensor:
-        """Prefill the prompts. Row r of the batch continues prompts[index[r]]. Return the logits [B, V] of the first
-        response token of each row."""
+        """Prefill the prompts. Row r continues prompts[index[r]]. Return the logits [B, V] of the first tokens."""
         device = _device(self._module)
         width = max(len(prompt) for prompt in prompts)
         ids = torch.stack([nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts]).to(device)
@@ -197,8 +196,7 @@ class CachedDecoder:
         return logits[index]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append `tokens` [B], and return the logits [B, V] of the next tokens. Pass -1 for a row that has ended; its
-        logits are then meaningless."""
+        """Append `tokens` [B], and return the next logits [B, V]; -1 marks a row that has ended, with any logits."""
         tokens = tokens.to(self._mask.device)
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
         logits = self._forward(tokens.clamp(min=0)[:, None], self._next[:, None])
@@ -223,8 +221,7 @@ class CachedDecoder:
 
 @dataclass
 class WholeTextDecoder:
-    """A decoder without a KV cache. Each step recomputes the whole sequences, padded on the right, which is slow but
-    correct for any causal model."""
+    """A decoder without a KV cache: it recomputes whole sequences, which is slow but correct for any causal model."""
 
     _module: nn.Module
 

@@ -1,5 +1,4 @@
-"""The interface of generation engines for rollouts (token ids in, token ids out), and the data types of a refit, the
-transfer of new weights to an engine."""
+"""The interface of generation engines (token ids in, token ids out), and the types of a transfer of new weights."""
 
 from __future__ import annotations
 
@@ -129,9 +128,8 @@ OnFinished = Callable[[list[int], list[list[int]]], None]
 
 
 class Pause(NamedTuple):
-    """The point at which generation stops within its responses, so that the weights can change: after `after_tokens` of
-    each, at least 2. With `keep_cache` the KV cache of the old weights stays; otherwise it is recomputed with the new
-    ones."""
+    """The point within responses at which weights can change: after `after_tokens` of each, at least 2. With
+    `keep_cache` the KV cache of the old weights stays; otherwise it is recomputed with the new ones."""
 
     after_tokens: int
     keep_cache: bool

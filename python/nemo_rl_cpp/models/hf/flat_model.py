@@ -1,5 +1,4 @@
-"""The parameters of a transformers module in flat buffers, as in native models: all of them in one process, or sharded
-over the ranks by torch's FSDP2."""
+"""A transformers module's parameters in flat buffers: all in one process, or sharded over ranks by torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlatSpec:
-    """The position of a parameter, or of its rows from `begin` on that one rank holds, in a flat buffer; `split` -1:
-    not sharded."""
+    """The position in a flat buffer of a parameter, or of this rank's rows from `begin` on; `split` -1: not sharded."""
 
     name: str
     shape: list[int]
@@ -37,8 +35,7 @@ class FlatSpec:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The positions of all parameters in a flat buffer of `total` elements. It has the members of a native model's
-    layout that `models/weights.py` uses."""
+    """The positions of all parameters in a flat buffer, with the members of native layouts that models/weights uses."""
 
     specs: list[FlatSpec]
     total: int
@@ -55,8 +52,7 @@ class FlatLayout:
 
 
 class Piece(NamedTuple):
-    """A range [begin, end) of the flat buffers that the optimizer updates: float32 master weights, and their rounded
-    copy, if any."""
+    """A range [begin, end) that the optimizer updates: float32 master weights, and their rounded copy, if any."""
 
     begin: int
     end: int
@@ -124,8 +120,7 @@ class FlatModel:
         return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
 
     def gradients_into(self, buffer: Callable[[], Tensor]) -> None:
-        """Make each backward pass add the gradients of trained parameters to `buffer()`, flat float32, and then free
-        them."""
+        """Make each backward pass add trained parameters' gradients to `buffer()`, flat float32, and free them."""
 
         def add(offset: int, parameter: Tensor) -> None:
             buffer()[offset : offset + parameter.numel()].add_(parameter.grad.reshape(-1))
@@ -194,8 +189,7 @@ class ShardedModel:
             piece.copy_(masters[spec.offset : spec.offset + piece.numel()])
 
     def pieces(self) -> list[Piece]:
-        """Return the ranges of this rank's parameter rows that the optimizer updates, without those of frozen
-        parameters."""
+        """Return the ranges of this rank's parameter rows that the optimizer updates."""
         self.reshard()
         return [
             Piece(spec.offset, spec.offset + local.numel(), local, None)
@@ -229,8 +223,7 @@ class ShardedModel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather all weights on this rank inside the context, so that passes without gradient run independently of
-        other ranks. All ranks must enter it."""
+        """Gather all weights on this rank in the context, for passes independent of others. All ranks must enter."""
         self.forget()
         self.module.set_reshard_after_forward(False)
         for unit in self._units:
@@ -267,8 +260,7 @@ def _rows_of(whole: FlatLayout, rank: int, size: int) -> FlatLayout:
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> list[nn.Module]:
-    """Apply FSDP2 to each layer and to the rest of the module; return the submodules whose weights are gathered
-    together."""
+    """Apply FSDP2 to each layer and to the rest; return the submodules whose weights are gathered together."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     base = module.backbone if isinstance(module, ValueNet) else module

@@ -252,8 +252,7 @@ def _change_config(folder: Path, **changes: Plain) -> None:
 
 
 def _add_score(module: ValueNet, folder: Path, score: Tensor) -> None:
-    """Turn the saved files of a critic's backbone into the critic's, by the prefix of its names and the head
-    `score`."""
+    """Turn the saved files of a critic's backbone into the critic's: prefixed names, and the head `score`."""
     prefix = module.backbone.base_model_prefix
     files = sorted(folder.glob("model*.safetensors"))
     weight_map = {}
@@ -377,8 +376,7 @@ class HfPolicyWorker(HfPolicy, EngineHost):
     """The policy in a worker process of the transformers backend, with the engines that read its weights."""
 
     def generate_with(self, *request: object, **options: object) -> Responses:
-        """Return the responses as `EngineHost.generate_with` does. All ranks gather the weights first, so all must call
-        this, also ranks without prompts."""
+        """Return the responses as `EngineHost.generate_with` does. All ranks must call it: they gather weights."""
         with self.model.gathered():
             return super().generate_with(*request, **options)
 

@@ -1,5 +1,4 @@
-"""The trainer of a transformers module: gradients and optimizer steps, with the interface of csrc/trainer/trainer.h, in
-one process or on several ranks."""
+"""The trainer of a transformers module, on one rank or several, with the interface of csrc/trainer/trainer.h."""
 
 import math
 from collections.abc import Iterator
@@ -249,8 +248,7 @@ class ShardedTrainer(HfTrainer):
         self.model.forget()
 
     grads = property(attrgetter("model.grads"))
-    """A copy of the accumulated gradients of the parameter rows that this rank holds, float32 [n], n elements in the
-    layout of its flat buffers."""
+    """A copy of the accumulated gradients of this rank's parameter rows, float32 [n], in its buffers' layout."""
 
     def _squares(self, grads: Tensor) -> float:
         return self.model.ranks.sum(super()._squares(grads))

@@ -65,17 +65,15 @@ class Policy(TrainedModel, PolicyInterface):
 
     @property
     def skips_prev_logprobs(self) -> bool:
-        """Return whether training uses generation's log-probabilities as those of the old policy
-        (reuse_generation_logprobs), without a separate pass. Always False on transformers, where the two differ by
-        rounding."""
+        """Return whether training takes generation's log-probabilities as the old policy's (reuse_generation_logprobs).
+        Always False on transformers, where the two differ by rounding."""
         return self.config.backend != "hf" and self.config.reuse_generation_logprobs != "never"
 
     # ---- log-probabilities ------------------------------------------------------------------------------------------
 
     def get_logprobs(self, data: Batch) -> BatchedDataDict:
-        """Return the log-probabilities [T], or [B, S] for padded `data`, under generation's sampling settings; 0 if
-        `token_mask` or `sample_mask` is 0, at a sample's first token, on padding, and if top-k or top-p removes the
-        token."""
+        """Return the log-probabilities [T], or [B, S] for padded `data`, under generation's sampling settings; 0 where
+        a mask is 0, at first tokens, on padding, and for tokens that top-k or top-p removes."""
         return BatchedDataDict(logprobs=self._logprobs(self.model, data, self.scoring))
 
     def _logprobs(self, model: C.DecoderModel, data: Batch, scoring: Scoring) -> Tensor:
@@ -158,8 +156,7 @@ class Policy(TrainedModel, PolicyInterface):
         return PolicyUpdates(updates, exactness, batch.tokens["prev_logprobs"], reused, on_policy)
 
     def _old_logprobs(self, batch: RaggedBatch, exactness: Exactness | None, gbs: int) -> Tensor:
-        """Return the old policy's log-probabilities [T] for later updates: generation's if they are exact, else new
-        ones."""
+        """Return the old policy's log-probabilities [T] for later updates: generation's if exact, else new ones."""
         if exactness is not None and self.ranks.sum(exactness.mismatched_tokens) == 0:
             return batch.tokens["generation_logprobs"].to(self.trainer.out_dtype)
         own = [self.ranks.blocks(batch, b, b + gbs, self.config.gradient_blocks) for b in range(0, batch.size, gbs)]
@@ -175,8 +172,7 @@ class Policy(TrainedModel, PolicyInterface):
             self._steps_since_comparison = 0
 
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
-        """Let generation keep activations for the next step if they were exact, and memory can hold those of
-        `tokens`."""
+        """Let generation keep activations for the next step if they were exact, and memory can hold `tokens`."""
         gigabytes, agree = self.config.kept_activations_gb, exactness.tokens > 0 and exactness.mismatched_tokens == 0
         share = available_bytes() // (4 * self.ranks.size) if gigabytes is None else int(gigabytes * 1e9)
         limit = self.model.max_kept_bytes or share

@@ -113,9 +113,8 @@ def cut_rows(batch: C.RowBatch, rows: list[int], batching: MicroBatching) -> Bin
 
 @dataclass
 class MicroBatch:
-    """Some samples of a batch, padded to the longest of them as losses expect: `places` int64 [b, width] has the index
-    of each position's token in the batch, `inside` bool [b, width] whether the position holds a token. `width` is at
-    least 2."""
+    """Some samples of a batch, padded to the longest: `places` int64 [b, width] has the index of each position's token
+    in the batch, `inside` bool [b, width] whether there is a token. `width` is at least 2."""
 
     rows: list[int]
     width: int

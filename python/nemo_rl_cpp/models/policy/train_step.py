@@ -314,8 +314,7 @@ class _GlobalBatch:
         return self.apart is not None and bool(self.apart[rows[0]])
 
     def loss(self, micro: MicroBatch, curr: Tensor) -> LossResult:
-        """Return the loss of a micro-batch, given `curr` [b, width], the log-probabilities or values of its b
-        samples."""
+        """Return the loss of a micro-batch from `curr` [b, width], the log-probabilities or values of its samples."""
         data = micro.data(self.data)
         if self.exactness is not None:
             self.exactness.compare(curr, data["generation_logprobs"].to(curr.dtype), micro.padded(self.wanted))
@@ -353,8 +352,7 @@ class _GlobalBatch:
 def fused_token_loss(
     trainer: C.Trainer, loss_fn: Loss, data: RaggedBatch, counts: LossCounts, scoring: Scoring
 ) -> C.TokenLoss | None:
-    """Return the loss that the LM head evaluates while it holds a token's logits; None if loss or head does not support
-    it."""
+    """Return the loss that the LM head evaluates while it holds a token's logits; None if it is not supported."""
     sampling = scoring.temperature, scoring.top_p, scoring.top_k
     fuses = hasattr(loss_fn, "token_loss") and hasattr(trainer, "takes_token_loss")
     return loss_fn.token_loss(data, counts) if fuses and trainer.takes_token_loss(*sampling) else None

@@ -17,8 +17,7 @@ HELD_OUT = 0.15  # the fraction of all questions that belongs to validation
 
 
 def held_out_count(size: float, rows: int) -> int:
-    """Return the number of validation rows for `split_validation_size`: a count, or a fraction of `rows`, rounded (if
-    not 0, to at least 1)."""
+    """Return the validation rows for `split_validation_size`: a count, or a fraction of `rows` (rounded, 0 or more)."""
     return size if isinstance(size, int) else max(1, round(size * rows)) if size else 0
 
 

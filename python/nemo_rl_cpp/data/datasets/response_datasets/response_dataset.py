@@ -104,8 +104,7 @@ class ResponseDataset(RawDataset):
 
 
 def _answer(value: object, key: str) -> object:
-    """Return an answer as text for the environment (of a conversation, the last message's), or None. Raise ValueError
-    for numbers that are not finite."""
+    """Return an answer (of a conversation, its last message) as text, or None. Raise ValueError for NaN and inf."""
     if is_list(value) and value and isinstance(value[-1], Mapping) and value[-1].get("role") == "assistant":
         value = value[-1].get("content")
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,5 +1,4 @@
-"""Generation by a vLLM server that the run or the user has started. Each refit sends the weights to the server,
-through shared memory or NCCL."""
+"""Generation by a vLLM server. Each refit sends the weights to it, through shared memory or NCCL."""
 
 import base64
 import contextlib
@@ -386,8 +385,7 @@ class VllmGeneration(BaseEngine):
         return RefitResult(self._transport.weight_bytes, time.perf_counter() - began, sent)
 
     def weight_digest(self) -> str:
-        """Return the digest of the weights that vLLM received at the last refit, 32 hexadecimal digits. Raise
-        RuntimeError before the first refit."""
+        """Return the digest of the weights of the last refit, 32 hexadecimal digits. Raise RuntimeError without one."""
         if self._arrived is None:
             raise RuntimeError("vLLM has no weights before the first sync_weights")
         return self._arrived

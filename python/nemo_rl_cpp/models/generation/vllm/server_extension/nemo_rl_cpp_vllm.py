@@ -28,8 +28,7 @@ PROTOCOL = 1
 
 
 def begin_digest(manifest: list) -> hashlib.blake2b:
-    """Return a hash object that has digested `manifest`: [name, dtype, shape, offset, bytes] of each tensor. The caller
-    adds the bytes of the tensors."""
+    """Return a hash of `manifest`, [name, dtype, shape, offset, bytes] of each tensor, to which to add their bytes."""
     return hashlib.blake2b(json.dumps(manifest).encode(), digest_size=16)
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.config.data import QUICK_DATASETS
-from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, adapter_sizes, is_experts
+from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, is_experts
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.loggers.folders import foreseen_experiment_dir
 from nemo_rl_cpp.models import memory
 from nemo_rl_cpp.models.budget import budget_text
-from nemo_rl_cpp.models.model_sizes import known_model, model_sizes
+from nemo_rl_cpp.models.model_sizes import adapter_sizes, known_model, model_sizes
 from nemo_rl_cpp.threads import cores, threads_at_start
 
 from .data import data_sections

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from math import prod
 from operator import attrgetter
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from nemo_rl_cpp.argument_checks import did_you_mean
 
@@ -32,7 +31,7 @@ MATRICES = {name: module for module, names in _MATRICES_OF.items() for name in n
 `linear_attn`. In Nemotron-H these modules and `mlp` are called `mixer`. All experts of a layer are one module, as in
 NeMo AutoModel."""
 _OF_AN_MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")  # in a layer with experts those of the shared expert
-_OF_A_DELTA_NET = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+OF_A_DELTA_NET = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """The fused matrices of Phi 3, which share one adapter in Megatron's LoRA -> the matrices that they replace."""
 MEGATRON = {
@@ -45,11 +44,6 @@ MEGATRON = {
     "out_proj": "out_proj",
 }
 """The matrices that Megatron's LoRA adapts -> their names in Megatron."""
-_SIDE_BY_SIDE = (
-    ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj",), ("kv_b_proj",), ("qkv_proj",), ("o_proj",), _OF_A_DELTA_NET, ("in_proj",), ("out_proj",), ("experts",),
-    ("shared_expert_gate",), ("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",),
-)  # fmt: skip
-"""Groups of matrices that a layer stores as one matrix (csrc/model/parameters.cpp)."""
 MAMBA_OUTPUT = ".mixer.out_proj"
 """The end of the name of Mamba-2's output projection."""
 FROZEN = ("lm_head", "model.embed_tokens", "score")
@@ -175,7 +169,7 @@ class LayerKinds:
         if self.mlps is None:
             missing.add("in_proj")
         else:
-            missing = (missing - {"up_proj"}) | {"gate_proj", "gate_up_proj", *_OF_A_DELTA_NET}
+            missing = (missing - {"up_proj"}) | {"gate_proj", "gate_up_proj", *OF_A_DELTA_NET}
         mixer = "linear_attn" if layer in self.recurrent else "self_attn"
         blocks = (mixer, "mlp") if self.mlps is None else ("mlp" if layer in self.mlps else mixer,)
         yield from (name for name, block in MATRICES.items() if block in blocks and name not in missing)
@@ -223,55 +217,6 @@ def nothing_adapted(lora: Adapters, model_name: str, layers: LayerKinds) -> str:
         why = f"exclude_modules is {lora.exclude_modules}, which are all matrices of {model_name} with its {layers.count} layers"
     names = [MEGATRON.get(name, name) for name in layers.names()] if lora.joins else layers.names()
     return f"{why}: name some of {', '.join(names)}"
-
-
-class AdapterSizes(NamedTuple):
-    """The numbers of weights that LoRA adds to a model: those of all matrices A and B, and those of the base matrices
-    stored together with an adapted one, of which `merge` keeps a frozen copy."""
-
-    trained: int
-    kept: int
-
-
-def adapter_sizes(lora: Adapters, sizes: ModelSizes) -> AdapterSizes:
-    """Return the numbers of weights that LoRA adds to a model with the sizes `sizes`."""
-    layers = LayerKinds.of(sizes, lora.joins)
-    modules, trained, kept = set(adapted_modules(lora, layers)), 0, 0
-    for layer in range(layers.count):
-        weights = {name: (sum(shape), prod(shape)) for name, shape in _shapes(sizes, layer).items()}
-        inner, width = sizes.intermediate_size, sizes.latent_size or sizes.hidden_size
-        count = sizes.mlp_matrices
-        weights["experts"] = sizes.experts * (count * inner + 2 * width), sizes.experts * count * inner * width
-        adapted = {name for name in layers.matrices(layer) if layers.module(layer, name) in modules}
-        trained += lora.dim * sum(weights[name][0] for name in adapted)
-        kept += sum(weights[name][1] for group in _SIDE_BY_SIDE if adapted.intersection(group) for name in group)
-    return AdapterSizes(trained, kept)
-
-
-def _shapes(sizes: ModelSizes, layer: int) -> dict[str, tuple[int, int]]:
-    """Return {name of a matrix (a key of MATRICES): (rows, columns)} of a layer."""
-    hidden, inner = sizes.hidden_size, sizes.dense_size or sizes.intermediate_size
-    if layer in sizes.expert_layers:
-        inner = sizes.shared_expert_size
-    query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
-    gates = query if sizes.recurrent_layers and not sizes.mlp_layers else 0
-    values, heads = sizes.recurrent_values, sizes.linear_num_value_heads
-    shapes = {
-        "q_proj": (query + gates, hidden), "k_proj": (key_value, hidden), "v_proj": (key_value, hidden), "o_proj": (hidden, query),
-        "in_proj_qkv": (sizes.convolved, hidden), "in_proj_z": (values, hidden), "in_proj_b": (heads, hidden), "in_proj_a": (heads, hidden),
-        "in_proj": (sizes.convolved + values + heads, hidden), "out_proj": (hidden, values), "shared_expert_gate": (1, hidden), "gate_proj": (0 if sizes.mlp_layers else inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
-    }  # fmt: skip
-    latent = dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"), (0, 0))
-    if rank := sizes.kv_lora_rank:
-        shared, value = sizes.qk_rope_head_dim, sizes.num_attention_heads * sizes.v_head_dim
-        expanded = query - sizes.num_attention_heads * shared + value
-        latent |= {"kv_a_proj_with_mqa": (rank + shared, hidden), "kv_b_proj": (expanded, rank)}
-        shapes |= {"k_proj": (0, 0), "v_proj": (0, 0), "o_proj": (hidden, value)}
-        if query_rank := sizes.q_lora_rank:
-            latent |= {"q_a_proj": (query_rank, hidden), "q_b_proj": (query, query_rank)}
-            shapes["q_proj"] = (0, 0)
-    shapes |= latent
-    return shapes | {name: (sum(shapes[part][0] for part in parts), hidden) for name, parts in FUSED.items()}
 
 
 _MANY = 200  # more layers than any model has, to check patterns that name a layer

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
-from nemo_rl_cpp.config.lora import adapter_sizes
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
 from nemo_rl_cpp.models.footprint import KEY_TILE, Buffers
-from nemo_rl_cpp.models.model_sizes import ModelSizes, known_model, model_sizes
+from nemo_rl_cpp.models.model_sizes import ModelSizes, adapter_sizes, known_model, model_sizes
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import WholeConfig

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
+from nemo_rl_cpp.config.lora import FUSED, MATRICES, OF_A_DELTA_NET, Adapters, LayerKinds, adapted_modules
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError, local_folder
 from nemo_rl_cpp.models.architectures import EXPERT_COUNTS
 from nemo_rl_cpp.models.config_checks import is_size
 from nemo_rl_cpp.models.hf_config import canonical_config, native_config, read_config_file, text_section
+from nemo_rl_cpp.models.parameter_shapes import Shapes, layer_shapes
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a decoder model."""
+    """The sizes of a decoder model. `native` are the arguments of the native `DecoderModel`."""
 
+    native: Mapping[str, Plain] = field(repr=False)
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
@@ -45,10 +50,6 @@ class ModelSizes:
     """number of columns that an expert reads and writes; 0: hidden_size"""
     mlp_layers: tuple[int, ...] = ()
     """indices of the layers that have only an MLP or experts, without gates; the other layers then have only a mixer"""
-    dense_mlps: int = 0
-    """number of layers with a dense MLP in place of experts"""
-    dense_size: int = 0
-    """intermediate size of the dense MLPs of a model with experts"""
     has_router_biases: bool = False
     """the routers' scores are sigmoids, and have biases"""
 
@@ -79,6 +80,7 @@ class ModelSizes:
         mlp_layers = tuple(layer for layer, has_mixer in enumerate(mixers) if not has_mixer)
         expert_layers, windows = tuple(experts.get("layers", ())), [window for window, _ in native["layers"] if window]
         return cls(
+            native=native,
             hidden_size=native["hidden_size"],
             intermediate_size=experts.get("intermediate_size", inner),
             num_hidden_layers=layers,
@@ -98,8 +100,6 @@ class ModelSizes:
             linear_value_head_dim=recurrent.get("value_dim", 0),
             latent_size=experts.get("latent_size", 0),
             mlp_layers=mlp_layers,
-            dense_mlps=len(mlp_layers or native["layers"]) - len(expert_layers) if experts else 0,
-            dense_size=inner if experts else 0,
             has_router_biases="sigmoid" in experts,
             kv_lora_rank=latent.get("rank", 0),
             q_lora_rank=latent.get("query_rank", 0),
@@ -114,42 +114,26 @@ class ModelSizes:
 
     def slice(self, count: int) -> ModelSizes:
         """Return the sizes that each of `count` tensor-parallel ranks has."""
-        return replace(
-            self,
-            intermediate_size=self.intermediate_size // count,
-            num_attention_heads=self.num_attention_heads // count,
-            num_key_value_heads=self.num_key_value_heads // count,
-            vocab_size=self.vocab_size // count,
-        )
+        cut = {
+            name: self.native[name] // count
+            for name in ("intermediate_size", "num_heads", "num_kv_heads", "vocab_size")
+        }
+        return self.of({**self.native, **cut})
+
+    @cached_property
+    def matrices(self) -> list[dict[str, list[list[int]]]]:
+        """{name in MATRICES or of another parameter: shapes of the tensors} of each layer."""
+        return list(map(_matrices, layer_shapes(self.native)))
 
     @property
     def layer_parameters(self) -> int:
-        query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        gates = query if self.recurrent_layers and not self.mlp_layers else 0
-        if self.kv_lora_rank:
-            queries = (self.hidden_size + query) * self.q_lora_rank if self.q_lora_rank else self.hidden_size * query
-            shared, values = self.qk_rope_head_dim, self.num_attention_heads * self.v_head_dim
-            expanded = query - self.num_attention_heads * shared + values
-            keys_values = self.hidden_size * (self.kv_lora_rank + shared) + self.kv_lora_rank * expanded
-            return queries + keys_values + self.hidden_size * values + self._mlp_beside_mixer
-        return self.hidden_size * (2 * query + 2 * key_value + gates) + self._mlp_beside_mixer
+        """The number of weights of the largest layer."""
+        return max(sum(map(_weights, layer.values())) for layer in self.matrices)
 
     @property
     def mlp_matrices(self) -> int:
         """Return 3 for an MLP with a gate, 2 without."""
         return 2 if self.mlp_layers else 3
-
-    @property
-    def _mlp_parameters(self) -> int:
-        """Return the number of weights of a layer's MLP, or of all of its experts."""
-        expert = self.intermediate_size * (self.latent_size or self.hidden_size)
-        matrix = self.experts * expert + self.shared_expert_size * self.hidden_size
-        return self.mlp_matrices * matrix + 2 * self.hidden_size * self.latent_size
-
-    @property
-    def _mlp_beside_mixer(self) -> int:
-        """Return the weights besides the mixer in a layer with a mixer: norms, and the MLP if the layer has one."""
-        return self.hidden_size if self.mlp_layers else self._mlp_parameters + 2 * self.hidden_size
 
     @property
     def recurrent_values(self) -> int:
@@ -167,39 +151,23 @@ class ModelSizes:
         return self.recurrent_values * self.linear_key_head_dim * 4 + 3 * self.convolved * width
 
     @property
-    def recurrent_parameters(self) -> int:
-        """Return the number of weights of a recurrent layer, including its MLP and norms."""
-        gates = (1 if self.mlp_layers else 2) * self.linear_num_value_heads
-        rows = self.convolved + self.recurrent_values + gates
-        return self.hidden_size * (rows + self.recurrent_values) + self._mlp_beside_mixer
-
-    @property
     def embedding_parameters(self) -> int:
         return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
-        """Return the number of weights of the model, without biases and head norms (far below one percent)."""
-        attention, recurrent = self.attention_layers * self.layer_parameters, len(self.recurrent_layers)
-        mlps = len(self.mlp_layers) * (self._mlp_parameters + self.hidden_size)
-        mlps -= self.dense_mlps * (self._mlp_parameters - self.mlp_matrices * self.hidden_size * self.dense_size)
-        layers = attention + recurrent * self.recurrent_parameters + mlps
+        layers = sum(_weights(shapes) for layer in self.matrices for shapes in layer.values())
         return layers + self.embedding_parameters + self.hidden_size
 
     @property
     def quantised_parameters(self) -> int:
-        """Return the number of weights in the matrices that `policy.quantization` stores in blocks: those of the
-        layers, without the gates of gated delta nets and the projections of latent experts."""
-        gates = 0 if self.mlp_layers else len(self.recurrent_layers) * 2 * self.linear_num_value_heads
-        norms = (1 if self.mlp_layers else 2) * self.num_hidden_layers + 1
-        latents = 2 * self.latent_size * len(self.expert_layers)
-        return self.parameters - self.embedding_parameters - (norms + gates + latents) * self.hidden_size
+        """The number of weights in the matrices that `policy.quantization` stores in blocks."""
+        return sum(_weights(layer[name]) for layer in self.matrices for name in layer.keys() & _QUANTISED)
 
     @property
     def value_parameters(self) -> int:
-        """Return the number of weights in the matrices that a model in 4 bits stores in q8_0: `v_proj`."""
-        has_values = not self.fused_tensors and not self.kv_lora_rank
-        return has_values * self.attention_layers * self.hidden_size * self.num_key_value_heads * self.head_dim
+        """The number of weights in the matrices that a model in 4 bits stores in q8_0: `v_proj`."""
+        return sum(_weights(layer.get("v_proj", ())) for layer in self.matrices)
 
     @property
     def attention_layers(self) -> int:
@@ -210,6 +178,52 @@ class ModelSizes:
         """Return the number of weights of a critic: the model's without an untied LM head, plus a scalar head."""
         head = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         return self.parameters - head + self.hidden_size
+
+
+def _matrices(shapes: Shapes) -> dict[str, list[list[int]]]:
+    """Return the shapes of a layer's parameters by the name of the matrix, for all experts together, or of the vector."""
+    found: dict[str, list[list[int]]] = {}
+    for name, shape in shapes.items():
+        matrix = "experts" if ".experts." in name else name.split(".")[-2]
+        found.setdefault(matrix if len(shape) == 2 else name, []).append(shape)
+    return found
+
+
+def _weights(shapes: Iterable[list[int]]) -> int:
+    return sum(map(prod, shapes))
+
+
+_SIDE_BY_SIDE = (
+    ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj",), ("kv_b_proj",), ("qkv_proj",), ("o_proj",), OF_A_DELTA_NET, ("in_proj",), ("out_proj",), ("experts",),
+    ("shared_expert_gate",), ("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",),
+)  # fmt: skip
+"""Groups of matrices that a layer stores as one matrix (csrc/model/parameters.cpp)."""
+
+
+class AdapterSizes(NamedTuple):
+    """The numbers of weights that LoRA adds to a model: those of all matrices A and B, and those of the base matrices
+    stored together with an adapted one, of which `merge` keeps a frozen copy."""
+
+    trained: int
+    kept: int
+
+
+def adapter_sizes(lora: Adapters, sizes: ModelSizes) -> AdapterSizes:
+    """Return the numbers of weights that LoRA adds to a model with the sizes `sizes`."""
+    layers = LayerKinds.of(sizes, lora.joins)
+    modules, trained, kept = set(adapted_modules(lora, layers)), 0, 0
+    for layer, matrices in enumerate(sizes.matrices):
+        for name, parts in FUSED.items():
+            rows = [matrices[part][0][0] for part in parts if part in matrices]
+            matrices = {name: [[sum(rows), sizes.hidden_size]], **matrices}
+        adapted = {name for name in layers.matrices(layer) if layers.module(layer, name) in modules}
+        trained += lora.dim * sum(sum(matrices[name][0]) for name in adapted - {"experts"})
+        if "experts" in adapted:  # gate and up share A
+            inner = sizes.mlp_matrices * sizes.intermediate_size
+            trained += lora.dim * sizes.experts * (inner + 2 * (sizes.latent_size or sizes.hidden_size))
+        together = {name for group in _SIDE_BY_SIDE if adapted.intersection(group) for name in group}
+        kept += sum(_weights(matrices.get(name, ())) for name in together)
+    return AdapterSizes(trained, kept)
 
 
 class KnownModel(NamedTuple):
@@ -224,6 +238,7 @@ class KnownModel(NamedTuple):
         return ModelSizes.of(native_config(self.config))
 
 
+_QUANTISED = MATRICES.keys() - {"in_proj_a", "in_proj_b", "shared_expert_gate"}
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _COLUMNS = (*_NEEDED[:-1], "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
 
@@ -286,15 +301,24 @@ def _sizes_for_transformers(config: Mapping[str, Plain]) -> ModelSizes | None:
     heads = sizes["num_attention_heads"]
     latent = [config.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
     head_dim = sum(latent) if all(map(is_size, latent)) else sizes["hidden_size"] // heads
-    sizes = {"num_key_value_heads": heads, "head_dim": head_dim, **sizes}
+    native = native_config(KNOWN_MODELS[0].config) | {
+        "hidden_size": sizes["hidden_size"],
+        "intermediate_size": sizes["intermediate_size"],
+        "layers": [(0, 0)] * sizes["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": sizes.get("num_key_value_heads", heads),
+        "head_dim": sizes.get("head_dim", head_dim),
+        "vocab_size": sizes["vocab_size"],
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+    }
     count = next((value for name in EXPERT_COUNTS if is_size(value := config.get(name))), 1)
     if count > 1:
-        chosen, width, shared = (
-            config.get(name) for name in ("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
-        )
-        sizes |= {"experts": count, "experts_per_token": chosen if is_size(chosen) else 1}
-        sizes["expert_layers"] = tuple(range(sizes["num_hidden_layers"]))
-        if is_size(width):
-            sizes["intermediate_size"] = width
-        sizes["shared_expert_size"] = shared * sizes["intermediate_size"] if is_size(shared) else 0
-    return ModelSizes(**sizes, tie_word_embeddings=bool(config.get("tie_word_embeddings", False)))
+        names = ("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+        chosen, width, shared = (value if is_size(value := config.get(name)) else None for name in names)
+        width = width or sizes["intermediate_size"]
+        native["experts"] = {
+            "layers": list(range(sizes["num_hidden_layers"])), "count": count, "chosen": chosen or 1, "intermediate_size": width,
+            "shared_size": (shared or 0) * width, "latent_size": 0, "has_biases": False, "block": "mlp", "router": "gate", "gate": "gate_proj",
+            "up": "up_proj", "down": "down_proj", "shared": "shared_experts", "shared_gate": False,
+        }  # fmt: skip
+    return ModelSizes.of(native)

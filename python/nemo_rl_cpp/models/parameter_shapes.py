@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from nemo_rl_cpp.files.yaml_text import Plain
 
@@ -12,13 +12,26 @@ Shapes = dict[str, list[int]]
 
 def parameter_shapes(native: Mapping[str, Plain]) -> Shapes:
     """Return {name: shape} of every parameter of the model with the arguments `native` (see `native_config`)."""
+    hidden = native["hidden_size"]
+    shapes = {"model.embed_tokens.weight": [native["vocab_size"], hidden]}
+    for layer, part in enumerate(layer_shapes(native)):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in part.items()}
+    shapes["model.norm.weight"] = [hidden]
+    if native["value_head"]:
+        shapes["score.weight"] = [1, hidden]
+    elif not native["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = [native["vocab_size"], hidden]
+    return shapes
+
+
+def layer_shapes(native: Mapping[str, Plain]) -> Iterator[Shapes]:
+    """Yield the shapes of the parameters of each layer."""
     hidden, one_block = native["hidden_size"], native.get("one_block")
     attention, mlp, recurrent, experts = _attention_shapes(native), _mlp_shapes(native), {}, {}
     if "recurrent" in native:
         recurrent = dict.fromkeys(native["recurrent"]["layers"], _recurrent_shapes(native["recurrent"], hidden))
     if "experts" in native:
         experts = dict.fromkeys(native["experts"]["layers"], _expert_shapes(native))
-    shapes = {"model.embed_tokens.weight": [native["vocab_size"], hidden]}
     for layer in range(len(native["layers"])):
         has_mixer, has_mlp = (True, True) if one_block is None else (one_block[layer], not one_block[layer])
         norms = {
@@ -26,15 +39,8 @@ def parameter_shapes(native: Mapping[str, Plain]) -> Shapes:
             for place, norm in native["norms"].items()
             if (has_mlp if place.endswith("mlp") else has_mixer)
         }
-        parts = norms, recurrent.get(layer, attention if has_mixer else {}), experts.get(layer, mlp if has_mlp else {})
-        for part in parts:
-            shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in part.items()}
-    shapes["model.norm.weight"] = [hidden]
-    if native["value_head"]:
-        shapes["score.weight"] = [1, hidden]
-    elif not native["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = [native["vocab_size"], hidden]
-    return shapes
+        mixer = recurrent.get(layer, attention if has_mixer else {})
+        yield norms | mixer | experts.get(layer, mlp if has_mlp else {})
 
 
 def _attention_shapes(native: Mapping[str, Plain]) -> Shapes:

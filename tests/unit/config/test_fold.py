@@ -116,7 +116,7 @@ def large_model(tmp_path, layers, optimizer=()):
 def test_minimum_memory_of_a_run_covers_weights_master_weights_gradients_and_adamw_moments(tmp_path, monkeypatch):
     config = large_model(tmp_path, 1)
     query = 4096 * (2 * 4096 + 2 * 4096)
-    parameters = query + 3 * 4096 * 16384 + 2 * 4096 + 2 * 150000 * 4096 + 4096
+    parameters = query + 3 * 4096 * 16384 + (2 + 3) * 4096 + 2 * 150000 * 4096 + 4096  # with norms and biases
     kept = parameters * (2 + 4 + 8 + 4) + parameters * 2  # policy, gradients, and the reference weights of the KL term
     assert certain_bytes(config) == kept
     for memory, refused in ((kept, False), (kept - 1, True)):

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, adapter_sizes
+from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import tiny_random
-from nemo_rl_cpp.models.model_sizes import ModelSizes, model_sizes
+from nemo_rl_cpp.models.model_sizes import ModelSizes, adapter_sizes, model_sizes
 from nemo_rl_cpp.models.weights import initialize_weights, named_views
 from safetensors.torch import load_file
 from test_lora_of_a_model import LATENT, MAMBA, RECURRENT, SHARED, SIZES

@@ -10,9 +10,7 @@ def check_torch_version(installed: str) -> None:
     built_for = _built_for_torch()
     if built_for is not None and built_for.split("+")[0] != installed.split("+")[0]:
         what_to_do = f"install torch=={built_for.split('+')[0]} or build nemo_rl_cpp again"
-        raise ImportError(
-            f"nemo_rl_cpp was built for torch {built_for}, not for the installed {installed}: {what_to_do}"
-        )
+        raise ImportError(f"nemo_rl_cpp was built for torch {built_for}, not the installed {installed}: {what_to_do}")
 
 
 def _built_for_torch() -> str | None:

@@ -97,7 +97,7 @@ class TextGenerator:
 
         if opened.path is None:
             raise ValueError(
-                f"{self._folder} holds an adapter of random weights, which generate does not take: serve it"
+                f"{self._folder} holds an adapter of random weights, which generate does not load: serve it"
             )
         fill_parameters(opened.path, dict(self._model.shapes), raw_tensors(weight_files(opened.path)), put)
         if opened.adapter is not None:

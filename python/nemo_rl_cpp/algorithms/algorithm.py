@@ -217,9 +217,7 @@ def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
     if "reward_functions" not in environments_of_training(config.data):
         return {}
     if config.grpo.adv_estimator.reward_weights is not None:
-        raise ValueError(
-            "env.reward_functions.weights and grpo.adv_estimator.reward_weights are the same thing: give one of them"
-        )
+        raise ValueError("env.reward_functions.weights and grpo.adv_estimator.reward_weights are the same: give one")
     return RewardFunctionEnvironment(section).weight_of_name
 
 

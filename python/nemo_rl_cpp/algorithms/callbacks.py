@@ -116,9 +116,7 @@ def checked_callbacks(given: object) -> Callbacks:
     is_callback = any(name.startswith("on_") for name in dir(given))
     several = [] if given is None else [given] if is_callback else given
     if isinstance(several, (str, bytes, Mapping)) or not is_iterable(several):
-        raise ValueError(
-            f"callbacks is {described(given)}: give objects of classes derived from nemo_rl_cpp.Callback, in a list"
-        )
+        raise ValueError(f"callbacks is {described(given)}: give a list of objects derived from nemo_rl_cpp.Callback")
     callbacks, known = list(several), ", ".join(METHODS)
     for index, callback in enumerate(callbacks):
         where, name = f"callbacks[{index}]", type(callback).__name__
@@ -128,7 +126,5 @@ def checked_callbacks(given: object) -> Callbacks:
         if unknown := next((method for method in methods if method not in METHODS), None):
             raise ValueError(f"{where} has the method {name}.{unknown}, which nothing calls; the methods are {known}")
         if not methods:
-            raise ValueError(
-                f"{where} is {in_a_line(callback)}: derive its class from nemo_rl_cpp.Callback, which has {known}"
-            )
+            raise ValueError(f"{where} is {in_a_line(callback)}: derive it from nemo_rl_cpp.Callback, with {known}")
     return Callbacks(callbacks)

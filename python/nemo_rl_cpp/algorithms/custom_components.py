@@ -90,9 +90,7 @@ def make_component(
     is_function = inspect.isroutine(found) or isinstance(found, functools.partial)
     function = found if is_function or method == "__call__" else getattr(found, method, None)
     if not callable(function):
-        raise LoadingError(
-            f"{what} is {described(found)} without {method}: derive its class from {base}, or give a function"
-        )
+        raise LoadingError(f"{what} is {described(found)} without {method}: derive it from {base}, or give a function")
 
     def call(**inputs: object) -> Any:
         taken, optional = _taken(function, inputs), (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -201,9 +199,7 @@ class OwnLoss(LossFunction):
                 f"loss {self.name} must return a scalar tensor, or (scalar tensor, metrics), but returned {described(loss)}{shape}"
             )
         if torch.is_grad_enabled() and not loss.requires_grad:
-            raise ValueError(
-                f"loss {self.name} does not depend on next_token_logprobs: its gradient would be zero everywhere"
-            )
+            raise ValueError(f"loss {self.name} does not depend on next_token_logprobs: its gradient would be zero")
         return loss, dict(metrics)
 
     def __reduce__(self) -> tuple[Callable[..., OwnLoss], tuple[ClippedPGLossConfig, list[str]]]:

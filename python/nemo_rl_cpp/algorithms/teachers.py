@@ -139,9 +139,7 @@ class ServerTeacher:
         self.headers = {"content-type": "application/json"}
         if api_key_env is not None:
             if api_key_env not in os.environ:
-                raise ValueError(
-                    f"teacher.api_key_env names {api_key_env}, which is not set in the environment: set it"
-                )
+                raise ValueError(f"teacher.api_key_env names {api_key_env}, which the environment lacks: set it")
             self.headers["authorization"] = f"Bearer {os.environ[api_key_env]}"
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:

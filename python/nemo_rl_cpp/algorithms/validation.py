@@ -158,7 +158,7 @@ def reached_target(metrics: Metrics | None, loop: LoopConfig) -> bool:
         return False
     if name not in metrics:
         raise ValueError(
-            f"{loop.section_name}.stop_at_validation_metric={name!r}: validation gives {', '.join(sorted(metrics))}"
+            f"{loop.section_name}.stop_at_validation_metric={name!r} is none of {', '.join(sorted(metrics))}"
         )
     return metrics[name] >= threshold
 

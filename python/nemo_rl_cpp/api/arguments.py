@@ -150,15 +150,11 @@ def reward_environment(functions: Any, weights: object, as_parts: bool) -> Rewar
     if isinstance(weights, Mapping):
         if names is None or set(weights) != set(names):
             there = names_of(names) if names is not None else "no names"
-            raise ValueError(
-                f"reward_weights has {names_of(weights)}, but reward_funcs has {there}: give the same names"
-            )
+            raise ValueError(f"reward_weights has {names_of(weights)}, but reward_funcs has {there}: give equal names")
         weights = [weights[name] for name in names]
     environment = RewardFunctionEnvironment(functions, weights, as_parts, names)
     if as_parts and len(environment.weight_of_name) < 2:
-        raise ValueError(
-            "adv_estimator is gdpo, but reward_funcs is one function: give two, or leave adv_estimator out"
-        )
+        raise ValueError("adv_estimator is gdpo, but reward_funcs is one function: give two, or omit adv_estimator")
     return environment
 
 

@@ -243,12 +243,8 @@ class CheckpointManager:
         component = Path(last_checkpoint_path) / model_component
         optimizer = component / "optimizer"
         if not optimizer.exists():
-            fresh = (
-                "moments, learning-rate schedule and master weights, so the run differs from one without interruption"
-            )
-            text = (
-                f"{optimizer} does not exist (checkpointing.save_optimizer was false): the {model_component} optimizer"
-            )
+            fresh = "moments, learning-rate schedule and master weights, so the run differs from an uninterrupted one"
+            text = f"{optimizer} is missing (checkpointing.save_optimizer was false): the {model_component} optimizer"
             warnings.warn(f"{text} starts fresh, with new {fresh}", stacklevel=2)
             return component / "weights", None
         return component / "weights", optimizer

@@ -27,9 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=at_least(0), help="of requests that name a rollout and no seed (default: 42)")
     longest = "longest sequence (default: what the model and the cache allow)"
     parser.add_argument("--max-model-len", type=at_least(2), help=longest)
-    parser.add_argument(
-        "--kv-cache-gb", type=positive, help="GB of KV cache (default: half of what is free, at most 4)"
-    )
+    parser.add_argument("--kv-cache-gb", type=positive, help="GB of KV cache (default: half of what is free, up to 4)")
     parser.add_argument("--max-batch-size", type=at_least(1), default=64, help="answers at the same time (default: 64)")
     most = "answers under way or waiting; more are refused, 503 (default: 1024)"
     parser.add_argument("--max-queue", type=at_least(1), help=most)

@@ -120,9 +120,7 @@ class RewardShapingConfig(Section):
             report.add(f"{prefix}{missing[0]}", text, f"{prefix}enabled")
         elif not 1 <= self.overlong_buffer_length <= self.max_response_length:
             text = f"must lie between 1 and {longest} {self.max_response_length}, not {self.overlong_buffer_length}"
-            report.add(
-                f"{prefix}{buffer}", f"{text}: the penalty grows over the last tokens before it", f"{prefix}{longest}"
-            )
+            report.add(f"{prefix}{buffer}", f"{text}: the penalty grows over its last tokens", f"{prefix}{longest}")
 
 
 class AsyncConfig(Section):

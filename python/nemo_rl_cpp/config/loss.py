@@ -221,9 +221,7 @@ def check_policy_loss(loss: ClippedPGLossConfig, report: Report) -> None:
     for name, info in type(loss).model_fields.items() if loss.name in LOSSES else ():
         owner = mark_of(info).get("loss", loss.name)
         if owner != loss.name and report.nearness(f"loss_fn.{name}") == 3:
-            report.add(
-                f"loss_fn.{name}", f"has no effect with loss_fn.name {loss.name}, only with {owner}: leave it out"
-            )
+            report.add(f"loss_fn.{name}", f"has no effect with loss_fn.name {loss.name}, only with {owner}: omit it")
     _check_truncation(loss, report)
 
 

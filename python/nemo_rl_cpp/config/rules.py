@@ -165,9 +165,7 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
     whitens = estimator.name == "reinforce_plus_plus" and not estimator.minus_baseline
     learns = by_teacher or whitens or loop.use_dynamic_sampling or config.loss_fn.positive_example_nll_weight > 0
     if loop.num_generations_per_prompt == 1 and not learns and not is_user_defined(estimator.name):
-        text = (
-            "is 1: a response that is alone in its group is its own baseline, so every advantage is 0; set at least 2"
-        )
+        text = "is 1: a response alone in its group is its own baseline, so every advantage is 0; set at least 2"
         report.add("grpo.num_generations_per_prompt", text, "grpo.adv_estimator.name")
     if estimator.name != "gdpo" and estimator.reward_weights is not None:
         text = f"is read by adv_estimator.name gdpo only, not {estimator.name}; set it to null"
@@ -406,9 +404,7 @@ def _is_known(name: str, dotted: str, report: Report) -> bool:
     names = [*DATASET_REGISTRY, *DATASET_ALIASES]
     meant = next((known for known in names if known.lower() == name.lower()), name)
     hint = did_you_mean(meant, names, f"known are {', '.join(DATASET_REGISTRY)}", 0.5)
-    more = (
-        "a data set of the hub is ResponseDataset with data_path: OWNER/NAME; a class of yours is package.module.Name"
-    )
+    more = "a data set of the hub is ResponseDataset with data_path: OWNER/NAME; your class is package.module.Name"
     report.add(f"{dotted}.dataset_name", f"{name} is unknown; {hint} ({more})")
     return False
 

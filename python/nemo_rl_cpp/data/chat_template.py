@@ -106,9 +106,7 @@ def render_chat_template(
 def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
     """Return copies of the messages with plain values, without None, with reasoning under the keys templates read."""
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
-        raise ChatTemplateError(
-            f"a conversation is a list of messages {{'role', 'content'}}, got {type(messages).__name__}"
-        )
+        raise ChatTemplateError(f"a conversation is a list of {{'role', 'content'}}, not {type(messages).__name__}")
     seen = []
     for message in messages:
         if hasattr(message, "model_dump"):

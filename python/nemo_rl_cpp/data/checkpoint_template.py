@@ -30,9 +30,7 @@ def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
     if own is None:
         remarks.append(f"the model has no chat template of its own: the run's is used ({where})")
     elif used is None and not through:
-        remarks.append(
-            f"the model's own chat template is used; the run trained on contents without a template ({where} is null)"
-        )
+        remarks.append(f"the model's own chat template is used; the run trained without a template ({where} is null)")
     elif used not in (None, own):
         remarks.append(f"the model's own chat template is used; the run trained with another one ({where})")
     if run and run.get("chat_template_kwargs"):
@@ -40,9 +38,7 @@ def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
             f"the run gave its chat template the values {dict(run['chat_template_kwargs'])} (chat_template_kwargs), which are not used here"
         )
     if through:
-        remarks.append(
-            f"the chat template of {folder} passes text through: the model does not see that this is a message"
-        )
+        remarks.append(f"the chat template of {folder} passes text through: the model does not see message borders")
     return remarks
 
 

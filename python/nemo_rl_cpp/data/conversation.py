@@ -186,16 +186,14 @@ def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | li
         return value
     if not isinstance(value, (list, tuple)) or not all(isinstance(message, Mapping) for message in value):
         raise ValueError(
-            f"{where}: the prompt is {described(value)}; it must be a text or a list of messages with role and content"
+            f"{where}: the prompt is {described(value)}, not a text or a list of messages with role and content"
         )
     if not value:
         raise ValueError(f"{where} is an empty conversation: it needs a message of the user")
     try:
         checked = conversation_of(value, "messages")
         if checked[-1]["role"] == "assistant":
-            raise ValueError(
-                "it ends with a message of the assistant: leave out the answer, which the model is to write"
-            )
+            raise ValueError("it ends with a message of the assistant: leave out the answer, which the model writes")
         return split_conversation(checked)[0]
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None

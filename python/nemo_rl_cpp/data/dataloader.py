@@ -146,9 +146,7 @@ class MultipleDataloaderWrapper(Iterator[BatchedDataDict]):
         size = batch.size if hasattr(batch, "size") else len(next(iter(batch.values())))
         if size != self.expected_num_prompts:
             source = "data.num_prompts_per_dataloader" if self._custom is None else "data.custom_dataloader"
-            raise ValueError(
-                f"{source} gives {size} prompts, expected {self.expected_num_prompts} (num_prompts_per_step)"
-            )
+            raise ValueError(f"{source} gives {size} prompts, not {self.expected_num_prompts} (num_prompts_per_step)")
         return batch
 
     def _in_turn(self) -> BatchedDataDict:
@@ -177,9 +175,7 @@ class MultipleDataloaderWrapper(Iterator[BatchedDataDict]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = state["dataloaders"]
         if set(saved) != set(self.dataloaders):
-            raise ValueError(
-                f"the saved data position is for the tasks {sorted(saved)}, this run has {sorted(self.dataloaders)}"
-            )
+            raise ValueError(f"the saved position is for the tasks {sorted(saved)}, not {sorted(self.dataloaders)}")
         for name, loader in self.dataloaders.items():
             loader.load_state_dict(saved[name])
             self.data_iterators[name] = iter(loader)
@@ -196,7 +192,5 @@ def load_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWra
     """Restore the loader's position. Raise FileNotFoundError without one, ValueError for different data."""
     file = checkpoint / "train_dataloader.json"
     if not file.is_file():
-        raise FileNotFoundError(
-            f"the checkpoint {checkpoint} holds no position in the data ({file.name}): it cannot be resumed"
-        )
+        raise FileNotFoundError(f"the checkpoint {checkpoint} holds no position in the data ({file.name}) to resume")
     dataloader.load_state_dict(json.loads(file.read_text(encoding="utf-8")))

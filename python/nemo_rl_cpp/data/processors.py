@@ -271,9 +271,7 @@ def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Pro
         if not said.startswith(asked):  # the template begins answers with reasoning, which this answer lacks
             asked = render_prompt(tokenizer, messages[:i], False, tools_of(row))
         if not asked.startswith(done) or not said.startswith(asked):
-            raise ValueError(
-                "the chat template changes earlier messages when later ones follow: train the last answer alone"
-            )
+            raise ValueError("the chat template changes messages that others follow: train the last answer alone")
         prompt, answered = asked[len(done) :], said[len(asked) :]
         if i == len(messages) - 1:
             answered = answered.rstrip("\n")

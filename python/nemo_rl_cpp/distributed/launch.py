@@ -67,9 +67,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
         return None
     host = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
     if not host:
-        raise ValueError(
-            "MASTER_ADDR is not set: export the address of the node of rank 0 before srun (docs/cluster.md)"
-        )
+        raise ValueError("MASTER_ADDR is not set: export the address of rank 0's node before srun (docs/cluster.md)")
     return Launch(rank, size, host, int(environment.get("MASTER_PORT") or 29500), size_name)
 
 

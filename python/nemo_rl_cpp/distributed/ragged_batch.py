@@ -240,9 +240,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         ValueError for numbers that are not whole, and for a bool tensor of another length."""
         index = torch.as_tensor(indices)
         if (index.is_floating_point() and index.numel()) or (index.dtype == torch.bool and index.shape != (self.size,)):
-            raise ValueError(
-                f"indices are {in_a_line(indices)}: expected row numbers, or a bool for each of {self.size} rows"
-            )
+            raise ValueError(f"indices are {in_a_line(indices)}: expected row numbers, or {self.size} booleans")
         index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
         selected = {
             key: value[index] if torch.is_tensor(value) else [value[i] for i in index.tolist()]
@@ -268,9 +266,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
             return [item for value in values for item in value]
         if not all(torch.is_tensor(value) for value in values):
             kinds = sorted({type(value).__name__ for value in values})
-            raise NotImplementedError(
-                f"'{key}' holds {kinds}: only tensors can be joined with tensors, lists with lists"
-            )
+            raise NotImplementedError(f"'{key}' holds {kinds}: only tensors join tensors, and lists lists")
         if values[0].dim() <= 1:
             return torch.cat(values)
         width = max(value.shape[1] for value in values)

@@ -355,9 +355,7 @@ def _own_gpu(rank: int) -> torch.device:
     """Make the visible GPU number `rank` (modulo their number) torch's current device, and return it."""
     count = torch.cuda.device_count()
     if count == 0:
-        raise ValueError(
-            "NCCL was asked for, but torch sees no GPU: run on a machine with one a worker, or set cluster.device=cpu"
-        )
+        raise ValueError("NCCL needs a GPU for each worker, and torch sees none: set cluster.device=cpu")
     gpu = torch.device("cuda", rank % count)
     torch.cuda.set_device(gpu)
     return gpu

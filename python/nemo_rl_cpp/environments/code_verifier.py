@@ -189,9 +189,7 @@ def parse_tests(ground_truth: object) -> CodeTests:
     if isinstance(truth, list):
         truth = {"asserts": truth}
     if not isinstance(truth, dict) or not ({"inputs", "outputs"} <= set(truth) or "asserts" in truth):
-        raise ValueError(
-            f"ground_truth of a code problem needs inputs and outputs, or asserts, not {str(truth)[:80]!r}"
-        )
+        raise ValueError(f"the ground_truth of code needs inputs and outputs, or asserts, not {str(truth)[:80]!r}")
     if "asserts" in truth:
         tests = _checked(map(_assert, truth["asserts"]))
     elif len(truth["inputs"]) != len(truth["outputs"]):

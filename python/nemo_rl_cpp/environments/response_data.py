@@ -252,9 +252,7 @@ def _filled_sections(config: Settings, env_configs: Settings | None) -> dict[str
             check_dataset_config(section)
             env_name = section.get("env_name")
             if env_configs is not None and env_name is None:
-                raise ValueError(
-                    f"data.{side} lacks env_name (data.default.env_name serves all): which environment scores it?"
-                )
+                raise ValueError(f"data.{side} lacks env_name (or data.default.env_name): which environment scores it?")
             if env_configs is not None and env_configs.get(env_name) is None:
                 raise ValueError(f"data.{side}.env_name is {env_name!r}, but there is no section env.{env_name}")
     return sides

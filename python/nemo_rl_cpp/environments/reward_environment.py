@@ -126,9 +126,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         names = distinct_names(self._functions) if names is None else _checked_names(names, count)
         weights = [1.0] * count if weights is None else _numbers(weights)
         if not self._functions or len(weights) != count:
-            raise ValueError(
-                f"{count} reward functions and {len(weights)} weights were given: one weight a function is expected"
-            )
+            raise ValueError(f"{count} reward functions and {len(weights)} weights were given: give one a function")
         self.weight_of_name = dict(zip(names, weights))
         self._said_unscored = False
         self._as_parts = as_parts
@@ -178,18 +176,14 @@ def _checked_names(names: object, count: int) -> list[str]:
     if not isinstance(several, (list, tuple)) or not all(isinstance(name, str) and name for name in several):
         raise ValueError(f"names of reward functions must be a list of texts, one a function, not {in_a_line(names)}")
     if len(several) != count or len(set(several)) != count:
-        raise ValueError(
-            f"{count} reward functions and the names {in_a_line(names)} were given: one name each is expected"
-        )
+        raise ValueError(f"{count} reward functions and the names {in_a_line(names)} were given: give one name each")
     return list(several)
 
 
 def _numbers(weights: object) -> list[float]:
     several = [weights] if isinstance(weights, (int, float)) else weights
     if isinstance(several, (str, bytes, Mapping, set, frozenset)) or not is_iterable(several):
-        raise ValueError(
-            f"weights of reward functions must be a list of numbers, one a function, not {in_a_line(weights)}"
-        )
+        raise ValueError(f"weights of reward functions must be a list of numbers, one each, not {in_a_line(weights)}")
     return [number("a weight of a reward function", weight, -LARGEST, LARGEST) for weight in several]
 
 

@@ -109,7 +109,7 @@ class VerifierPool:
         """Start `cfg.num_workers` processes, at most one per core (or two), each of which calls `verifier.warm_up`."""
         if verifier.__module__ == "__main__" or "<locals>" in verifier.__qualname__:
             raise ValueError(
-                f"the verifier {verifier.__qualname__} must be importable by worker processes: put it into a module"
+                f"the verifier {verifier.__qualname__} must be importable by workers: put it into a module"
             )
         self._target = f"{verifier.__module__}:{verifier.__qualname__}"
         self._shortcut = getattr(verifier, "shortcut", None)

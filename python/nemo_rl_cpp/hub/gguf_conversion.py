@@ -196,7 +196,7 @@ def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Plain]:
     originals = wavelengths[between] * (3 * smooth + 1)
     if originals.max() - originals.min() > 1e-3 * originals.max():
         raise UnsupportedGgufError(
-            "the GGUF file's rope_freqs are not those of Llama 3, whose scaling of RoPE alone is read"
+            "the GGUF file's rope_freqs are not those of Llama 3's scaling, the only one that is read"
         )
     return {
         "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -235,9 +235,7 @@ def _words(pre: str) -> pre_tokenizers.PreTokenizer:
             split = pre_tokenizers.Split(Regex(pattern), "isolated")
             return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     known = ", ".join(("smollm", "gpt-2", *SPLITS.values()))
-    raise UnsupportedGgufError(
-        f"the GGUF file's tokenizer splits text by the rule {pre!r}, which is not read; {known} are"
-    )
+    raise UnsupportedGgufError(f"the GGUF file's tokenizer splits by the rule {pre!r}, which is not read; {known} are")
 
 
 def _byte_level(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
@@ -275,9 +273,7 @@ def _tokenizer(reader: GGUFReader) -> tuple[Tokenizer, list[str]]:
     """Return the tokenizer and the texts of its control tokens."""
     kind = _value(reader, "tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
-        raise UnsupportedGgufError(
-            f"the GGUF file's tokenizer is of the kind {kind!r}, which is not read; gpt2 and llama are"
-        )
+        raise UnsupportedGgufError(f"the GGUF file's tokenizer is a {kind!r}, which is not read; gpt2 and llama are")
     tokens, kinds = _value(reader, "tokenizer.ggml.tokens"), _value(reader, "tokenizer.ggml.token_type")
     vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != TokenType.UNUSED}
     tokenizer = (_byte_level if kind == "gpt2" else _sentencepiece)(reader, vocab)

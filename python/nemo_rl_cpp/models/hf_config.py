@@ -65,9 +65,7 @@ def read_config_file(folder: str | Path) -> dict[str, Plain]:
     if adapter is not None:
         merged = Path(folder).parent
         if (Path(folder) / "base.json").is_file() and any(merged.glob("*.safetensors")):  # a run saved both
-            raise ModelFolderError(
-                f"{folder} holds an adapter: did you mean {merged}, the model with the adapter merged?"
-            )
+            raise ModelFolderError(f"{folder} holds an adapter: did you mean {merged}, the merged model?")
         alone = f", or remove {adapter} to use the model without it" if path.is_file() else ""
         raise ModelFolderError(
             f"{folder} holds {adapter}, an adapter, which is not applied to a model here: merge it into its base model with peft "
@@ -75,9 +73,7 @@ def read_config_file(folder: str | Path) -> dict[str, Plain]:
         )
     if not path.is_file():
         if (inner := find_policy_weights(str(folder))) != str(folder):
-            raise ModelFolderError(
-                f"{folder} is a checkpoint of a run, and its model lies within: did you mean {inner}?"
-            )
+            raise ModelFolderError(f"{folder} is a checkpoint of a run; did you mean {inner}?")
         raise ModelFolderError(f"{folder} is not a model folder: it has no config.json ({path} is missing)")
     return read_json(path)
 
@@ -94,9 +90,7 @@ def read_json(path: Path) -> dict[str, Plain]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFolderError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ModelFolderError(
-            f"{path} holds {type(content).__name__} {str(content)[:40]!r}, but a JSON mapping was expected"
-        )
+        raise ModelFolderError(f"{path} holds {type(content).__name__} {str(content)[:40]!r}, not a JSON mapping")
     return content
 
 
@@ -149,9 +143,7 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
     _check(form)
     # transformers reads a null section as the default
     if made.rope_section is not None and not form.get("rope_scaling"):
-        raise ModelFolderError(
-            f"rope_type default is not supported for {kind}, whose rotary embeddings are scaled by yarn"
-        )
+        raise ModelFolderError(f"rope_type default is not supported for {kind}, whose RoPE is scaled by yarn")
     if "mlp_layer_types" in made.defaults:
         form["mlp_layer_types"] = _mlp_layer_types(form)
     if made.lists_layers:
@@ -246,9 +238,7 @@ def _check(form: Mapping[str, Plain]) -> None:
     activation = form[made.activation]
     if not isinstance(activation, str) or activation not in _ACTIVATIONS or made.one_block != (activation == "relu2"):
         computed = "relu2" if made.one_block else "silu and gelu_pytorch_tanh"
-        raise ModelFolderError(
-            f"{made.activation} {activation!r} is not supported: the native decoder computes {computed}"
-        )
+        raise ModelFolderError(f"{made.activation} {activation!r} is not supported: the native core has {computed}")
     if form.get("quantization_config"):
         raise ModelFolderError(
             "quantization_config: only bitsandbytes' quantized checkpoints are supported: use the float32, float16 or bfloat16 weights"
@@ -417,9 +407,7 @@ def native_config(
     head_dim = latent_attention.key_size(form) if made.latent else form["head_dim"]
     if head_dim % 8 or head_dim > 256:
         name = "qk_nope_head_dim + qk_rope_head_dim" if made.latent else "head_dim"
-        raise ModelFolderError(
-            f"{name} {head_dim} is not supported: the attention kernels need a multiple of 8 up to 256"
-        )
+        raise ModelFolderError(f"{name} {head_dim} is not supported: attention needs a multiple of 8 up to 256")
     longest = max_length or max_positions(form)
     layers, ropes = _layers(form, made, longest)
     bias = "attention" in made.biases and bool(form["attention_bias"])

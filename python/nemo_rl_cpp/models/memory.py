@@ -497,9 +497,7 @@ def fit_text(config: TrainMasterConfig) -> str:
         "recurrent states": "set policy.generation.max_batch_size",
         "KV cache": "set policy.generation.kv_cache_gb, or lower policy.max_total_sequence_length",
     }.get(largest, "take a smaller model, or a machine with more memory")
-    return (
-        f"does not fit into this machine's {size_text(amount or 0)}; most of it is {largest} in {phase.name}: {remedy}"
-    )
+    return f"does not fit into this machine's {size_text(amount or 0)}; most is {largest} in {phase.name}: {remedy}"
 
 
 _FEWER_ACTIVATIONS = "set policy.dtensor_cfg.activation_checkpointing=true, or lower policy.train_micro_batch_size"

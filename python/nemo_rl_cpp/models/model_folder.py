@@ -111,7 +111,7 @@ class ModelFolder:
                 )
         if native["vocab_size"] < count:
             raise ModelFolderError(
-                f"{key} is {count}, but the vocabulary has {native['vocab_size']} entries; set it to 1"
+                f"{key} is {count}, but the vocabulary has {native['vocab_size']} tokens; set it to 1"
             )
         unsliced = {
             "the model is a mixture of experts": "experts" in native,

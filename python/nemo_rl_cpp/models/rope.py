@@ -187,17 +187,13 @@ def check_rope(form: Mapping[str, Plain], key: str, *, is_partial: bool = False)
         return
     expect(isinstance(scaling, Mapping), key, scaling, "a section with rope_type and its numbers")
     if nested := _nested(scaling):
-        raise ModelFolderError(
-            f"{key} has a section for each kind of layer ({', '.join(nested)}): one for all layers was expected"
-        )
+        raise ModelFolderError(f"{key} has a section for each kind of layer ({', '.join(nested)}), not one for all")
     kind = scaling["rope_type"]
     if kind not in SUPPORTED:
         raise ModelFolderError(f"{key}.rope_type {kind!r} is not supported; supported: {', '.join(SUPPORTED)}")
     for name in _NEEDED[kind]:
         if scaling.get(name) is None:
-            raise ModelFolderError(
-                f"{key} is of type {kind} but has no {name}: add it (hf_config_overrides.{key}.{name})"
-            )
+            raise ModelFolderError(f"{key} is {kind} but has no {name}: add it (hf_config_overrides.{key}.{name})")
     for name in _NEEDED[kind] + ((_ORIGINAL,) if kind in _REMEMBERS_ORIGINAL else ()):
         _check_number(f"{key}.{name}", scaling[name])
     if kind == "longrope":

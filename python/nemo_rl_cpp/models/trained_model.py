@@ -130,9 +130,7 @@ class TrainedModel:
             )
         if config.megatron_cfg.enabled and config.megatron_cfg.mtp_num_layers:
             key = f"{self.section}.megatron_cfg.mtp_num_layers"
-            say_once(
-                "note", f"heads for multi-token prediction ({key}) are not trained, and saved models do not have them"
-            )
+            say_once("note", f"heads for multi-token prediction ({key}) are not trained, and saved models lack them")
         return folder
 
     def _slices(self) -> Slices:
@@ -274,9 +272,7 @@ class TrainedModel:
     def _global_batch_size(self, size: int, gbs: int | None) -> int:
         gbs = gbs or self.config.train_global_batch_size
         if size % gbs:
-            raise ValueError(
-                f"the batch of {size} samples is not a multiple of {self.section}.train_global_batch_size={gbs}"
-            )
+            raise ValueError(f"the {size} samples are not a multiple of {self.section}.train_global_batch_size={gbs}")
         return gbs
 
     def _pass_over(

@@ -79,9 +79,7 @@ def weight_files(folder: Path) -> list[Path]:
         )
     weight_map = read_json(index).get("weight_map")
     if not (weight_map and isinstance(weight_map, dict) and all(isinstance(v, str) for v in weight_map.values())):
-        raise ModelFolderError(
-            f"{index} has no weight_map that names a file for each tensor: copy or download it again"
-        )
+        raise ModelFolderError(f"{index} has no weight_map with a file for each tensor: copy or download it again")
     names = sorted(set(weight_map.values()))
     for name in names:
         path = PurePath(name)
@@ -124,9 +122,7 @@ def _header(file: Path) -> dict[str, TensorEntry]:
         with file.open("rb") as handle:
             start = handle.read(64)
             if start.startswith(b"version https://git-lfs"):
-                raise ModelFolderError(
-                    f"{file} is a git-lfs pointer, not the weights: fetch the file itself with `git lfs pull`"
-                )
+                raise ModelFolderError(f"{file} is a git-lfs pointer: fetch the file itself with `git lfs pull`")
             length, size = int.from_bytes(start[:8], "little"), file.stat().st_size
             if len(start) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
                 raise ValueError(f"its header of {length} bytes does not fit its {size} bytes")

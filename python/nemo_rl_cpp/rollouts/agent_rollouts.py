@@ -46,9 +46,7 @@ def run_agent_rollouts(
     or have a result that says so. Only the longest conversation of a rollout is trained on; `agent_calls_left_out`
     counts the other calls. Raise RuntimeError if every rollout failed, ValueError if the policy has no server."""
     if not hasattr(policy, "begin_rollout"):
-        raise ValueError(
-            "the environment's agent asks the policy over HTTP: set policy.generation.expose_http_server=true"
-        )
+        raise ValueError("the agent calls the policy over HTTP: set policy.generation.expose_http_server=true")
     batch, address = batch.copy(), policy.address
     keys: list[str] = []
     try:

@@ -278,9 +278,7 @@ class ChatAnswer(TextAnswer):
         self._logprobs = body.logprobs
         self.kept = chat.MARKS if self._tools else ()
         if self._tools and chat.MARK not in str(getattr(model.tokenizer, "chat_template", None)):
-            raise RequestError(
-                "the model's chat template has no tools (no <tool_call>): leave tools out", param="tools"
-            )
+            raise RequestError("the model's chat template has no <tool_call>: leave tools out", param="tools")
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs is given without logprobs: true", param="top_logprobs")
         longest, same = body.max_tokens, body.max_completion_tokens

@@ -70,7 +70,7 @@ class Conversation:
             prompts, samples = len(self.answer.prompts), self.answer.samples
             text = f"n is {samples} for {prompts} prompt{'s' if prompts > 1 else ''}: the server takes at most {most} answers at a time"
             raise RequestError(
-                f"{text} (max_queue), so ask for fewer in a request", param="n" if samples > 1 else "prompt"
+                f"{text} (max_queue): ask for fewer in a request", param="n" if samples > 1 else "prompt"
             )
         if service.under_way + n > most:
             raise RequestError(

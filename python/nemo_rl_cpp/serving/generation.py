@@ -188,9 +188,7 @@ def serve_policy(
         variable = generation.http_server.api_key_variable
         key = secrets.token_urlsafe(24) if variable is None else os.environ.get(variable)
         if not key:
-            raise ValueError(
-                f"policy.generation.http_server.api_key_variable is {variable}, but that variable is not set"
-            )
+            raise ValueError(f"policy.generation.http_server.api_key_variable is {variable}, which is not set")
         model = _model(policy, inner, config, version, seed)
         stack.callback(model.engine.shut_down)
         server = http_server.HttpServer(app.make_app(model, key), listener)

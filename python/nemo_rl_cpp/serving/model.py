@@ -65,9 +65,7 @@ class ServedModel:
     def check_name(self, name: str | None) -> str:
         """Return the requested model name (None: the server's first). Raise RequestError if it is unknown."""
         if name is not None and name not in self.names:
-            raise RequestError(
-                f"the model `{name}` does not exist here: this server has `{self.names[0]}`", 404, "model"
-            )
+            raise RequestError(f"the model `{name}` does not exist: this server has `{self.names[0]}`", 404, "model")
         return name or self.names[0]
 
     def check_prompt(self, prompt_ids: list[int], param: str) -> None:

@@ -101,9 +101,7 @@ class Base:
             raise ValueError(f"{what} has no token")
         self.check_vocabulary(min(tokens), max(tokens), what)
         if len(tokens) + room > self.max_length:
-            raise ValueError(
-                f"{what} has {len(tokens)} tokens, this model's sequences at most {self.max_length - room}"
-            )
+            raise ValueError(f"{what} has {len(tokens)} tokens, this model takes at most {self.max_length - room}")
 
     def check_vocabulary(self, least: int, most: int, what: str) -> None:
         """Raise ValueError, in which `what` names the tokens, if an id from `least` to `most` is no token."""
@@ -169,9 +167,7 @@ class AdaptedModel:
         native = base.folder.native()
         layers = LayerKinds.of(ModelSizes.of(native))
         if "experts" in native and shape.train_mlp:
-            raise ValueError(
-                f"{base.names[0]} is a mixture of experts, whose experts get no adapters: set train_mlp=False"
-            )
+            raise ValueError(f"{base.names[0]} is a mixture of experts, which get no adapters: set train_mlp=False")
         wanted = {"mlp"} if shape.train_mlp else set()
         wanted |= {"self_attn", "linear_attn"} if shape.train_attn else set()
         default = adapted_modules(LoraConfig(), layers)
@@ -305,9 +301,7 @@ class AdaptedModel:
         done = self.trainer.step(learning_rate, *betas, eps, weight_decay, max_grad_norm)
         self.trainer.zero_grad()
         if not done.finite:
-            raise ValueError(
-                f"the gradient's norm is {done.grad_norm}: the weights were not changed, the gradient is 0 now"
-            )
+            raise ValueError(f"the gradient's norm is {done.grad_norm}: the weights are unchanged, the gradient is 0")
         state.adapter = self._shown = self.native.masters.clone()
         state.optimizer_steps = self.trainer.optimizer_steps
         return done.grad_norm

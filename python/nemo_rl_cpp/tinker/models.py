@@ -173,9 +173,7 @@ class Models:
         if facts.shape != model.facts.shape:
             raise ValueError(f"{place.path} has adapters {facts.shape}, this model {model.facts.shape}")
         if place.kind == "external_weights" or (optimizer and place.kind != "weights"):
-            raise ValueError(
-                f"{place.path} holds no {'optimizer state' if optimizer else 'state'}: it is for sampling alone"
-            )
+            raise ValueError(f"{place.path} holds no {'optimizer state' if optimizer else 'state'}: it is a sampler's")
         adapted = self.base.adapted(facts.shape)
         state = TrainingState(adapted.load(folder), TemporaryFile(dir=self.store.root))
         if optimizer:
@@ -303,7 +301,7 @@ def _tensor(given: object, what: str, length: int) -> Tensor:
     shape = tuple(tensor.shape)
     if len(shape) not in (1, 2) or shape[0] != length or not 1 <= shape[-1] <= max(length, _WIDEST):
         raise ValueError(
-            f"{what} has the shape {shape}, expected [N] or [N, K] for N = {length} input tokens and K up to {_WIDEST}"
+            f"{what} has the shape {shape}, expected [N] or [N, K], N = {length} input tokens, K up to {_WIDEST}"
         )
     return tensor.to_dense()
 

@@ -36,7 +36,7 @@ class Place:
         parts = path.removeprefix("tinker://").split("/")
         if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS:
             raise ValueError(
-                f"{path!r} is no checkpoint: expected tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME"
+                f"{path!r} is no checkpoint: expected tinker://RUN/weights/NAME or .../sampler_weights/NAME"
             )
         for name in (parts[0], parts[2]):
             if not _NAME.fullmatch(name):

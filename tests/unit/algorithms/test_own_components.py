@@ -125,8 +125,8 @@ def test_preflight_check_reports_custom_components_that_cannot_be_imported(overr
 
 @pytest.mark.parametrize(("overrides", "words"), [
     ([f"grpo.adv_estimator.name={OWN}Centred", "grpo.adv_estimator.kwargs={powr:2}"], "Centred.* unexpected keyword argument 'powr'"),
-    (["grpo.adv_estimator.name=math.pi"], "is 3.14159.* without compute_advantage: derive its class from nemo_rl_cpp.AdvantageEstimator"),
-    ([f"loss_fn.name={OWN}Centred"], "Centred is a .* without __call__: derive its class from nemo_rl_cpp.LossFunction, or give a function"),
+    (["grpo.adv_estimator.name=math.pi"], "is 3.14159.* without compute_advantage: derive it from nemo_rl_cpp.AdvantageEstimator"),
+    ([f"loss_fn.name={OWN}Centred"], "Centred is a .* without __call__: derive it from nemo_rl_cpp.LossFunction, or give a function"),
 ])  # fmt: skip
 def test_error_for_a_failing_constructor_of_a_custom_component_names_the_component(overrides, words):
     config = grpo(*overrides)

@@ -305,7 +305,7 @@ def test_error_for_an_adapter_folder_as_model_name_suggests_the_merged_model(mod
     (model / "adapter").mkdir()
     for name in ("adapter_config.json", "base.json"):
         (model / "adapter" / name).write_text("{}")
-    assert only(grpo(model / "adapter")).endswith(f"did you mean {model}, the model with the adapter merged?")
+    assert only(grpo(model / "adapter")).endswith(f"did you mean {model}, the merged model?")
 
 
 def tied_with_a_head_of_its_own(folder):

@@ -179,9 +179,9 @@ def test_custom_dataloader_function_selects_the_batches_and_resumes():
     again = several(custom_dataloader=custom)
     again.load_state_dict(json.loads(json.dumps(batches.state_dict())))
     assert taken(next(batches)) == taken(next(again)) == ["a2", "a3", "b2", "b3"]
-    with pytest.raises(ValueError, match="custom_dataloader gives 4 prompts, expected 6"):
+    with pytest.raises(ValueError, match="custom_dataloader gives 4 prompts, not 6"):
         next(several(expected=6, custom_dataloader=custom))
     with pytest.raises(ValueError, match="has no none"):
         several(custom_dataloader=f"{__name__}.none")
-    with pytest.raises(ValueError, match="num_prompts_per_dataloader gives 6 prompts, expected 5"):
+    with pytest.raises(ValueError, match="num_prompts_per_dataloader gives 6 prompts, not 5"):
         next(several(expected=5))

@@ -55,5 +55,5 @@ def test_batched_data_dict_slice_and_select_indices_return_the_requested_rows():
     assert batch.select_indices(torch.tensor([True, False, False, False, True]))["name"] == ["row 0", "row 4"]
     assert batch.select_indices([]).size == 0
     for wrong in ([1.7], torch.tensor([True, False])):
-        with pytest.raises(ValueError, match="expected row numbers, or a bool for each of 5 rows"):
+        with pytest.raises(ValueError, match="expected row numbers, or 5 booleans"):
             batch.select_indices(wrong)

@@ -58,7 +58,7 @@ def test_chat_template_of_the_model_is_used_without_a_warning(tmp_path, capsys, 
 
 
 @pytest.mark.parametrize(("run", "said"), [
-    ({"chat_template": None}, "the model's own chat template is used; the run trained on contents without a template (policy.tokenizer"),
+    ({"chat_template": None}, "the model's own chat template is used; the run trained without a template (policy.tokenizer"),
     ({"chat_template": "{{ messages[0].content }}+"},
      "the model's own chat template is used; the run trained with another one"),
     ({"chat_template": "gone.jinja"}, "the model's own chat template is used; the run trained with another one"),
@@ -90,7 +90,7 @@ def test_chat_template_that_returns_messages_unchanged_gives_a_warning(tmp_path,
     folder = checkpoint(tmp_path, PASSTHROUGH, {"chat_template": None})
     out = chat(folder, capsys)
     assert out.out.strip() == continued(folder, "12") and out.err.count("warning: ") == 1
-    assert "passes text through: the model does not see that this is a message" in out.err
+    assert "passes text through: the model does not see message borders" in out.err
     with pytest.warns(UserWarning, match="passes text through"):
         TextGenerator(folder).generate([{"role": "user", "content": "12"}], max_new_tokens=2)
 

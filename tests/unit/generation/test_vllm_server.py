@@ -136,7 +136,7 @@ REFUSED = {  # what is wrong -> what is said
     ("good", "max_model_len", 23): "sequences have at most 23 tokens: this run needs 24",
     ("good", "logprobs_mode", "raw_logprobs"): "gives raw_logprobs: training compares with processed_logprobs",
     ("good", "backend", "nccl"): "weight transfer is nccl: a trainer on cpu needs nemo_rl_cpp_shared_memory",
-    ("good", "dtype", "torch.float16"): "computes in float16, while policy.generation.vllm_cfg.precision is bf16",
+    ("good", "dtype", "torch.float16"): "computes in float16, but policy.generation.vllm_cfg.precision is bf16",
 }
 
 
@@ -184,7 +184,7 @@ WRONG = {  # mode -> error, what it says
     "dies": (WorkerLostError, "is gone, or answered with what is no answer .*it was doing: generate"),
     "hangs": (WorkerLostError, r"gave no sign of life for 0.5 s \(policy.generation.vllm_cfg.timeout_s\); it was doing: generate"),
     "garbage": (WorkerLostError, "answered with what is no answer"),
-    "aborts": (VllmError, "ended a request by abort: somebody has aborted it"),
+    "aborts": (VllmError, "ended a request by abort: it was aborted"),
     "renamed": (VllmError, "answered with weights 'of-others', and '1-.*' were sent: somebody else has changed them"),
     "flipped": (VllmError, "the weights that arrived are not the trainer's: digest"),
     "missing": (VllmError, "1 parameters of vLLM's model got no weights from the trainer, first model.norm.weight"),

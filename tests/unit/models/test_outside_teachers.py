@@ -61,7 +61,7 @@ def test_served_distillation_teacher_gives_the_logprobs_of_the_native_teacher(fo
     expected = native.get_teacher_logprobs(batch_of(), str(folder))["teacher_logprobs"]
     with serving(folder, sizes=EngineSizes(max_model_len=32, kv_cache_gb=0.01)) as server:
         ours = scored_by(ServerTeacher(f"{server.url}/v1", "tiny").score)
-        with pytest.raises(ValueError, match=r"status 404: .*does not exist here"):
+        with pytest.raises(ValueError, match=r"status 404: .*does not exist: this server has"):
             ServerTeacher(f"{server.url}/v1", "other").score([[4, 5]])
     assert torch.equal(ours, expected)
 

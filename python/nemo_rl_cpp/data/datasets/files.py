@@ -275,13 +275,9 @@ def read_folder(path: Path, split: str | None) -> ListDataset:
             )
         files = [file for file in files if of_splits[file] == wanted]
         if not files:
-            raise ValueError(
-                f"data: the folder {str(path)!r} (data_path) holds the splits {splits}, but split is {wanted!r}"
-            )
+            raise ValueError(f"data: the folder {str(path)!r} (data_path) has splits {splits}, but split is {wanted!r}")
     elif split not in (None, "train"):
-        raise ValueError(
-            f"data: the folder {str(path)!r} (data_path) has only the split 'train', but split is {split!r}"
-        )
+        raise ValueError(f"data: the folder {str(path)!r} (data_path) has only split 'train', but split is {split!r}")
     return ListDataset(row for file in files for row in read_file(file))
 
 
@@ -296,9 +292,7 @@ def load_dataset_from_path(
         if data_subset is not None:
             raise ValueError(f"data: a local file such as {str(path)!r} has no subsets, but subset is {data_subset!r}")
         if data_split not in (None, "train"):
-            raise ValueError(
-                f"data: a local file such as {str(path)!r} has only the split 'train', but split is {data_split!r}"
-            )
+            raise ValueError(f"data: the file {str(path)!r} has only the split 'train', but split is {data_split!r}")
         if not path.is_file():
             raise MissingFileError(f"data: the file {str(path)!r} (data_path) does not exist")
         return read_file(path)
@@ -332,9 +326,7 @@ def _from_disk(path: Path, split: str | None) -> Dataset:
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded
     if (split or "train") not in loaded:
-        raise ValueError(
-            f"data: {str(path)!r} (data_path) has the splits {sorted(loaded)}, but split is {split or 'train'!r}"
-        )
+        raise ValueError(f"data: {str(path)!r} has the splits {sorted(loaded)}, but split is {split or 'train'!r}")
     return loaded[split or "train"]
 
 

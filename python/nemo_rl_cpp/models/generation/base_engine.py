@@ -182,9 +182,7 @@ class BaseEngine(GenerationInterface):
         """Return the maximum response length, int64 [B], for prompts of the lengths `lengths` [B]."""
         limit = self.config.max_new_tokens
         if limit is None and not self.max_model_len:
-            raise ValueError(
-                "policy.generation.max_new_tokens is null and no longest sequence is known: set one of them"
-            )
+            raise ValueError("policy.generation.max_new_tokens is null and no longest sequence is known: set one")
         if limit is None:
             return (self.max_model_len - lengths).clamp(min=1)
         return torch.full_like(lengths, limit)

@@ -251,7 +251,7 @@ def _rows_of(whole: FlatLayout, rank: int, size: int) -> FlatLayout:
     for spec in whole.specs:
         if not spec.shape:
             raise ValueError(
-                f"{spec.name} is a single number, which FSDP2 cannot share out: train this architecture in one process"
+                f"{spec.name} is a single number, which FSDP2 cannot shard: train this model in one process"
             )
         rows = -(-spec.shape[0] // size)
         begin, end = (min(place * rows, spec.shape[0]) for place in (rank, rank + 1))

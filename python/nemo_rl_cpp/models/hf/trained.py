@@ -114,9 +114,7 @@ class HfFolder:
                 listed = ", ".join(sorted(map(str, names))[:4])
                 raise ModelFolderError(f"{folder}: {len(names)} tensors {what}, first {listed}: {ask}")
         if misshapen:
-            raise ModelFolderError(
-                f"{folder}: tensors of another shape than config.json says: {sorted(map(str, misshapen))[:4]}"
-            )
+            raise ModelFolderError(f"{folder}: shapes differ from config.json: {sorted(map(str, misshapen))[:4]}")
         return ValueNet.of(model, folder) if self.value_head else model
 
 

@@ -71,9 +71,7 @@ class VerifiersDataset(RawDataset):
         ]
         held = held_out_count(split_validation_size, len(rows))
         if not 0 <= held < len(rows):
-            raise ValueError(
-                f"data: split_validation_size holds {held} of {len(rows)} tasks out, which leaves none to train on"
-            )
+            raise ValueError(f"data: split_validation_size takes {held} of {len(rows)} tasks: none is left to train on")
         self.dataset = ListDataset(rows[: len(rows) - held])
         self.val_dataset = ListDataset(rows[len(rows) - held :]) if held else None
 

@@ -95,9 +95,7 @@ class ArithmeticDataset(GeneratedDataset):
 
     def __init__(self, max_number: int = 50, num_shots: int = 3, **kwargs: Any):
         if max_number < 4 or num_shots < 0:
-            raise ValueError(
-                f"data: arithmetic needs max_number >= 4 and num_shots >= 0, got {max_number} and {num_shots}"
-            )
+            raise ValueError(f"data: arithmetic needs max_number >= 4, num_shots >= 0, not {max_number}, {num_shots}")
         self.num_shots = num_shots
         pairs = list(product(range(1, max_number + 1), repeat=2))
         self.pairs = _sides(pairs, lambda pair: f"arithmetic {min(pair)} {max(pair)}")
@@ -249,9 +247,7 @@ class GuessNumberDataset(GeneratedDataset):
         prompt: str = "I am thinking of a number from {low} to {high}.\nGuess:", **kwargs: Any,
     ):  # fmt: skip
         if not 0 <= min_number < max_number:
-            raise ValueError(
-                f"data: guess_number needs 0 <= min_number < max_number, got {min_number} and {max_number}"
-            )
+            raise ValueError(f"data: guess_number needs 0 <= min_number < max_number, not {min_number}, {max_number}")
         self.secrets = range(min_number, max_number + 1)
         self.prompt = prompt.replace("{low}", str(min_number)).replace("{high}", str(max_number))
         self.stop_strings = stop_strings

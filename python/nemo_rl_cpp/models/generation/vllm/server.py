@@ -475,7 +475,7 @@ def _check_facts(facts: dict, policy: PolicyConfig, device: str, refuse: Refuse)
         raise refuse(f"which computes in {facts['dtype']}: vLLM's recurrent layers on CPUs compute only in bfloat16")
     if facts["dtype"] != vllm.dtype_for(facts["dtype"]):
         raise refuse(
-            f"which computes in {facts['dtype']}, while policy.generation.vllm_cfg.precision is {vllm.precision}"
+            f"which computes in {facts['dtype']}, but policy.generation.vllm_cfg.precision is {vllm.precision}"
         )
 
 

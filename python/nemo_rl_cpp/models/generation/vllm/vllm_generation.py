@@ -335,9 +335,7 @@ class VllmGeneration(BaseEngine):
                     for span in choice.get("weight_versions") or ():
                         self._check_label(span.get("version"))
         if not row.stopped and reason not in ("stop", "length"):
-            raise VllmError(
-                f"vLLM at {self._client.url} ended a request by {reason}: somebody has aborted it, or it has failed"
-            )
+            raise VllmError(f"vLLM at {self._client.url} ended a request by {reason}: it was aborted, or failed")
         row.truncated = not row.stopped and reason == "length"
         return row
 

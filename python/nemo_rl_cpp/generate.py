@@ -56,15 +56,10 @@ class GeneratedText:
 
 
 class TextGenerator:
-    """A model with its tokenizer and the native generation engine, which generates one text at a time.
-
-    Args:
-        model: a Hugging Face folder, a GGUF file, a model name, a checkpoint (`step_N`) or the folder of a run's checkpoints.
-        precision: "bfloat16" or "float32"; weights of another dtype are converted.
-        num_threads: the number of CPU threads; by default all cores.
-
-    Raises:
-        ValueError: the model cannot be found, or the native engine does not support it."""
+    """A model with its tokenizer and the native generation engine, which generates one text at a time, with weights in
+    `precision`, "bfloat16" or "float32", on `num_threads` CPU threads (None: all cores). `model` is a Hugging Face
+    folder, a GGUF file, a model name, a checkpoint (`step_N`) or the folder of a run's checkpoints. Raises ValueError
+    if the model cannot be found, or the native engine does not support it."""
 
     def __init__(self, model: str | Path, *, precision: str = "bfloat16", num_threads: int | None = None):
         if precision not in ("bfloat16", "float32"):

@@ -103,11 +103,9 @@ class GRPOAdvantageEstimator(_SampleEstimator):
 
 class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
     """GDPO (arXiv:2601.05242): GRPO on each reward component `reward/<name>`. The weighted sum of the components'
-    advantages is whitened over the samples.
-
-    The key `reward_weights` has one weight per component, in the order of the sorted names. If it is None, the weights
-    come from the attribute `part_weights`, {component name: weight}, which the run sets from the weights of the reward
-    functions. A component without an entry there has weight 1."""
+    advantages is whitened over the samples. The key `reward_weights` has one weight per component, in the order of the
+    sorted names; if it is None, `part_weights`, {component name: weight}, which the run sets, has the weights that are
+    not 1."""
 
     part_weights: Mapping[str, float] = MappingProxyType({})
 

@@ -178,17 +178,12 @@ def build_run(
 ) -> TrainingRun:
     """Build all parts of a run from a configuration: data, environments, policy, critic, engine and logs.
 
-    Validate the configuration as if it came from a file, lock checkpointing.checkpoint_dir until the run is closed, and
-    resume from the newest complete checkpoint in that folder, if checkpointing.resume allows it.
-
-    Args:
-        data: a function (configuration, tokenizer) -> `RunData`; by default data sets and environments are built from
-            the configuration.
-        policy_factory: called in place of `Policy` or `DistributedPolicy`, with the same arguments.
-        callbacks: objects whose methods are called after steps, validations and checkpoints and at the end.
-
-    Raise ConfigError, ResumeError (the checkpoint belongs to a different run) or FolderError (a different run has
-    locked the folder), all ValueErrors, before a model is loaded."""
+    The configuration is validated like a file's, checkpointing.checkpoint_dir is locked until the run is closed, and
+    the run resumes from its newest complete checkpoint, if checkpointing.resume allows it. `data` (configuration,
+    tokenizer) -> `RunData` replaces the configured data sets and environments, `policy_factory` the class `Policy` or
+    `DistributedPolicy`; `callbacks` are called after steps, validations and checkpoints and at the end. Raise
+    ConfigError, ResumeError (another run's checkpoint) or FolderError (another run's lock), all ValueErrors, before a
+    model is loaded."""
     config = within_budget(checked(config, master_of(config)))
     loop, algorithm = config.loop, ALGORITHMS[config.algorithm]
     parts.set_seed(loop.seed)

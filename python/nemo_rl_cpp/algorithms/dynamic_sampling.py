@@ -43,21 +43,17 @@ SamplerState = dict[str, object]  # the saved state of a `GroupSampler`: plain v
 
 
 class GroupSampler:
-    """A buffer that gathers rollouts until a step has enough prompt groups to train on.
-
-    If dynamic sampling is disabled, the buffer passes each batch on unchanged. If enabled, it keeps the groups whose
-    raw rewards are not all equal, needs further batches while `full` is False, and then returns exactly `num_groups`
-    groups. A group is never split.
+    """A buffer that gathers rollouts until a step has enough prompt groups. If dynamic sampling is disabled, it passes
+    each batch on. Otherwise it keeps the groups whose raw rewards are not all equal, until it can return exactly
+    `num_groups`.
 
     Args:
         num_groups: prompts per training step.
-        enabled: whether groups with equal rewards are dropped.
         max_gen_batches: the largest number of batches that a step may generate.
         keep_surplus: keep groups beyond `num_groups` for the next step, instead of dropping them.
-        weights: a function from rollouts to the weight of each row in the loss, [B]. Whether a group's rewards are
-            equal is decided without rows of weight 0. None: all rows decide.
-        group_size: samples per group; groups of a checkpoint can only be used if they have this size. None: any
-            size."""
+        weights: rollouts -> weight of each row in the loss, [B]. Rows of weight 0 do not decide whether rewards are
+            equal.
+        group_size: samples per group, which a checkpoint's groups must have; None: any size."""
 
     def __init__(
         self, num_groups: int, enabled: bool = False, max_gen_batches: int = 10, keep_surplus: bool = False,

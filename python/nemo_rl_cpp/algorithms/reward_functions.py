@@ -140,16 +140,13 @@ def penalized(
     bands: Mapping[str, ProfileBandChannel] | None = None, too_long: float | None = None,
 ) -> list[float]:  # fmt: skip
     """Return the rewards of the G responses to one prompt, after length bonuses, length penalties and the factors of
-    `bands`. `rewards` are 0 or 1, and rewards of 0 do not change. A reward of 1 becomes
+    `bands`. Of the `rewards`, 0 does not change, and 1 becomes
 
         max(0, 1 + bonuses - penalties) x band_factor(length, band) for each band
 
-    Args:
-        lengths: maps each part of a response (`reasoning`, `answer`, `total`) to the G lengths of this part.
-        params: the weights of bonuses and penalties, and the parts whose bands apply.
-        bands: maps a part to its band; None: no factors.
-        too_long: the total length from which a response has the penalty `profiled_length_penalty`; None: none has
-            it."""
+    `lengths` maps each part of a response (`reasoning`, `answer`, `total`) to its G lengths. `params` has the weights,
+    and the parts whose bands apply; `bands` a band per part, or None. Responses from the total length `too_long` on
+    (None: none) have the penalty `profiled_length_penalty`."""
     bands = bands or {}
     right = [i for i, reward in enumerate(rewards) if reward > 0]
     additions = _additions(right, lengths, params, _gate_is_open(right, lengths, params, bands))
@@ -328,12 +325,10 @@ def has_empty_final_answer(log: LLMMessageLogType) -> bool:
 
 
 def has_malformed_thinking(log: LLMMessageLogType, tag_ids: tuple[int, int] | None) -> bool:
-    """Return whether a conversation has misplaced thinking tags, `<think>` or `</think>`.
-
-    A response must not contain `<think>`, because the prompt opens the thinking. The opening minus the closing tags in
-    the messages between two responses must be 1 (the response must then contain `</think>` exactly once) or 0 (never).
-    These rules count token ids; they are skipped if `tag_ids` is None. In its text, a response may have no `<think>`
-    and at most one `</think>`."""
+    """Return whether a conversation has misplaced thinking tags. A response must not contain `<think>`, because the
+    prompt opens the thinking. The opening minus the closing tags in the messages between two responses must be 1 (the
+    response must then contain `</think>` once) or 0 (never). These rules count token ids, unless `tag_ids` is None. In
+    its text, a response may have no `<think>` and at most one `</think>`."""
     opened = closed = 0  # in the messages since the last response
     for message in log:
         here = (0, 0) if tag_ids is None else tuple(int((message["token_ids"] == tag).sum()) for tag in tag_ids)

@@ -150,11 +150,7 @@ class NoCritic:
 
 def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
     """Return the metrics of one `Value.train` call, under `critic/`, with the explained variance of the returns R by
-    the values V of the training forward pass, over the valid tokens:
-
-        critic/explained_var = 1 - Var(R - V) / max(Var(R), 1e-8)
-
-    over the valid tokens, with V from the training forward pass."""
+    the values V of the training forward pass, over the valid tokens: 1 - Var(R - V) / max(Var(R), 1e-8)."""
     metrics = step_metrics.training_metrics(value_results)
     returns, values = metrics.get("returns_mean", 0.0), metrics.get("values_mean", 0.0)
     residual_variance = metrics.get("residual_sq_mean", 0.0) - (returns - values) ** 2
@@ -195,12 +191,10 @@ def overwrite_advantages(
 
 
 def select_tokens(batch: TrainBatch, loss: ClippedPGLossConfig, seed: int, step: int) -> dict[str, float]:
-    """Select the tokens on which the loss acts, and set the advantages of the other trained tokens to 0. The loss
-    kl_cov keeps all advantages: add `kl_cov_penalty` [T], the KL weight `ppo_kl_coef` of selected tokens. `seed` and
-    `step` determine the random selection of clip_cov.
-
-    Tokens are compared over the whole step. Return the metric `selected_tokens_share`, the share of trained tokens that
-    are selected; {} if the loss selects none."""
+    """Select the tokens on which the loss acts, and set the advantages of other trained tokens to 0; for kl_cov,
+    instead add `kl_cov_penalty` [T], the KL weight `ppo_kl_coef` of selected tokens. Tokens are compared over the whole
+    step; `seed` and `step` determine clip_cov's random selection. Return `selected_tokens_share` of the trained tokens,
+    or {} if the loss selects none."""
     kept = valid = batch.is_valid
     if loss.name == "kl_cov":
         kept = _largest(_covariance(batch, valid), valid, loss.kl_cov_ratio)

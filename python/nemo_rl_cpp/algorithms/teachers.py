@@ -123,14 +123,8 @@ _ROWS, _REQUESTS = 8, 8  # rows per request, and concurrent requests
 
 class ServerTeacher:
     """A teacher on a server that returns `prompt_logprobs` from `/v1/completions`, such as `vllm serve` or `nemo-rl-cpp
-    serve`.
-
-    Args:
-        base_url: ends with `/v1`.
-        model: the name under which the server knows the model.
-        api_key_env: the environment variable that holds the key; None: no key is sent.
-
-    Raises ValueError if that variable is not set."""
+    serve`. `base_url` ends with `/v1`; `model` is the server's name of the model. Raises ValueError if the variable
+    `api_key_env` (None: no key) is not set."""
 
     timeout_s = 600.0
 
@@ -175,12 +169,8 @@ class ServerTeacher:
 
 
 class HfTeacher:
-    """A teacher that is a frozen transformers model, for architectures that the native core does not support.
-
-    Args:
-        model_name: a folder, or a name on the Hub.
-        precision: the dtype of the weights.
-        temperature: divides the logits."""
+    """A teacher that is a frozen transformers model, for architectures that the native core does not support: a folder,
+    or a name on the Hub, with weights of the dtype `precision`. `temperature` divides the logits."""
 
     def __init__(self, model_name: str, precision: str, temperature: float, device: str) -> None:
         from transformers import AutoModelForCausalLM

@@ -74,10 +74,8 @@ def evaluate(
 
     `model` is any model that `load` accepts, a `LoadedModel`, or the result of a training. `prompts`, `reward_funcs`
     and `reward_weights` are as in `train_grpo`. pass@k is an unbiased estimate from n >= k responses. `options` are
-    temperature (0: greedy, only for n=1), top_p, top_k, max_new_tokens (256), stop_strings and precision. For the
-    result of a training, max_new_tokens and stop_strings default to the training's values.
-
-    Raise ValueError for invalid arguments, before a model is loaded."""
+    temperature (0: greedy, only for n=1), top_p, top_k, max_new_tokens (256, or the training's), stop_strings (or the
+    training's) and precision. Raise ValueError for invalid arguments, before a model is loaded."""
     rows = rows_of(prompts, "prompts")
     environment = reward_environment(reward_funcs, reward_weights, False)
     environment.check_columns({key for row in rows for key in row if key != "prompt"})

@@ -145,12 +145,8 @@ def _is_greedy(greedy: bool | None, n: int, options: Mapping[str, object]) -> bo
 
 @dataclass(repr=False)
 class LoadedModel(TextWriter):
-    """A model with its tokenizer, ready to generate. `nemo_rl_cpp.load` makes it.
-
-    Attributes:
-        name: the name that was passed to `load`.
-        folder: the folder of the model's files.
-        precision: the precision of weights and matrix products."""
+    """A model with its tokenizer, ready to generate, made by `load` from `name`: its files are in `folder`, and
+    `precision` is that of weights and matrix products."""
 
     name: str
     folder: Path

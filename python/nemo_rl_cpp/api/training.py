@@ -169,12 +169,10 @@ def train_ppo(
     critic_learning_rate: float | None = None,
     **options: Any,
 ) -> TrainResult:
-    """Train `model` with PPO and a critic of the same size.
-
-    The arguments have the same meaning as in `train_grpo`. `options` are the other arguments of `train_grpo`, and
-    configuration keys: those of the section ppo (`ppo_epochs=2`), or `section__key` for another section. If
-    `critic_learning_rate` is None, it is three times `learning_rate`. `lora` applies to the policy and the critic.
-    Raise ValueError for invalid arguments, before the model is loaded."""
+    """Train `model` with PPO and a critic of the same size. `options` are the other arguments of `train_grpo`, with the
+    same meaning, and configuration keys: those of the section ppo (`ppo_epochs=2`), or `section__key`. If
+    `critic_learning_rate` is None, it is three times `learning_rate`. `lora` applies to policy and critic. Raise
+    ValueError for invalid arguments, before the model is loaded."""
     given = {name: options.pop(name) for name in _DEFAULTS if name in options}
     first = {"model": model, "prompts": prompts, "reward_funcs": reward_funcs, "num_steps": num_steps}
     more = {"critic_learning_rate": critic_learning_rate, "overrides": options}

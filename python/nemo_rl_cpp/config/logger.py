@@ -138,15 +138,9 @@ def register_logger(
     keys: type[Section] = Section,
     doc: str = "log to a user-defined backend",
 ) -> None:
-    """Add a logger backend, which the keys NAME_enabled and NAME of the section `logger` then configure.
-
-    Args:
-        cls: a class or function, or its name as package.module:Name. `cls(section, log_dir=folder)` must return a
-            `nemo_rl_cpp.loggers.interface.LoggerInterface`.
-        keys: the class of the section NAME.
-        doc: description of the two keys in docs/configuration.md.
-
-    Raise ValueError if `name` is taken."""
+    """Add a logger backend, which the keys NAME_enabled and NAME (of the class `keys`) of the section `logger`
+    configure. `cls(section, log_dir=folder)`, a class or function or its name as package.module:Name, must return a
+    `nemo_rl_cpp.loggers.interface.LoggerInterface`. `doc` describes the keys. Raise ValueError if `name` is taken."""
     entry = LoggerEntry(cls, keys, doc)
     if name in LoggerConfig.model_fields:
         raise ValueError(f"logger has a key {name} already: choose another name")

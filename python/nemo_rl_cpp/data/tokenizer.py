@@ -182,13 +182,11 @@ class Tokenizer(SpecialTokens):
         chat_template: str | None = None, *, add_generation_prompt: bool = False, tokenize: bool = True,
         return_tensors: str | None = None, return_dict: bool = False, add_special_tokens: bool = False, **kwargs: object,
     ) -> Any:  # fmt: skip
-        """Return a conversation as the model's prompt.
-
-        With `add_generation_prompt`, it ends with the start of an assistant message. With `tokenize=False`, return the
-        text; otherwise ids as a list, a tensor [1, S] with `return_tensors="pt"`, or an Encoding with `return_dict`. No
-        special tokens are added unless `add_special_tokens`, because the template writes them. `kwargs` are variables
-        for the template (such as `enable_thinking=False`). Raise ValueError without a template, or if it rejects the
-        messages."""
+        """Return a conversation as the model's prompt, with `add_generation_prompt` up to the start of an assistant
+        message. With `tokenize=False` it is text; otherwise ids as a list, a tensor [1, S] with `return_tensors="pt"`,
+        or an Encoding with `return_dict`. Special tokens are added only with `add_special_tokens`, because the template
+        writes them. `kwargs` are variables of the template (`enable_thinking=False`). Raise ValueError if there is no
+        template or it rejects the messages."""
         from nemo_rl_cpp.data.chat_template import render_chat_template  # jinja2 takes a fifth of a second to load
 
         text = render_chat_template(

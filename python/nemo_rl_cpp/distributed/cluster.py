@@ -53,15 +53,9 @@ def shut_down(*clusters: "Cluster | None") -> None:
 
 class Cluster:
     """The workers of a run, one per device: this process itself, processes on this machine, or Ray actors
-    (`cluster.executor`), which compute on the CPU.
-
-    Args:
-        bundle_ct_per_node_list: number of workers on each node.
-        use_gpus: whether models use a GPU.
-        settings: section `cluster` of the configuration: executor, threads and timeouts.
-        role: the word for a worker in messages, such as "rank".
-
-    The constructor raises ValueError for GPU workers outside this process."""
+    (`cluster.executor`), which compute on the CPU. There are `bundle_ct_per_node_list` workers on each node; `settings`
+    is the section `cluster`, and `role` the word for a worker in messages. The constructor raises ValueError for GPU
+    workers outside this process."""
 
     def __init__(
         self, bundle_ct_per_node_list: list[int], use_gpus: bool = True, name: str = "", settings: ClusterConfig | None = None,
@@ -114,12 +108,10 @@ class Cluster:
 
 
 class WorkerGroup:
-    """A set of objects, one in each worker of a cluster, whose methods are called on all workers. The builder,
-    arguments and results are pickled. Several groups may share the workers.
-
-    Args:
-        remote_worker_builder: builds the object from the `Ranks` of its worker.
-        tensor_size: number of tensor-parallel ranks, which hold slices of one model and process the same samples."""
+    """A set of objects, one in each worker of a cluster, whose methods are called on all workers.
+    `remote_worker_builder` builds one from its worker's `Ranks`. Builder, arguments and results are pickled.
+    `tensor_size` tensor-parallel ranks hold slices of one model and process the same samples. Several groups may share
+    the workers."""
 
     def __init__(
         self, cluster: Cluster, remote_worker_builder: Callable[[Ranks], object], tensor_size: int = 1

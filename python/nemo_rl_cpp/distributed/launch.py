@@ -42,12 +42,8 @@ C = TypeVar("C")
 
 
 class Launch(NamedTuple):
-    """The settings that a launcher (`torchrun`, `srun`) gives this process in environment variables.
-
-    Attributes:
-        rank, size: rank of this process, and number of ranks.
-        host, port: address of torch.distributed's TCP store.
-        size_variable: name of the environment variable that gave `size`, such as WORLD_SIZE."""
+    """The settings that a launcher (`torchrun`, `srun`) gives this process in environment variables: rank and number of
+    ranks, address of torch.distributed's TCP store, and the variable that gave `size`, such as WORLD_SIZE."""
 
     rank: int
     size: int
@@ -341,11 +337,9 @@ class ProcessWorker(SocketPeer):
 
 
 class ProcessWorkers(Workers):
-    """The worker processes of a cluster, which start and stop together.
+    """The `count` worker processes of a cluster, of `threads` threads each, which start and stop together.
 
     Args:
-        count: number of ranks.
-        threads: threads per worker.
         silence: seconds without a heartbeat after which a worker is reported as lost.
         deadline: timeout in seconds of a message between ranks.
         role: the word for a worker in messages, such as "rank".

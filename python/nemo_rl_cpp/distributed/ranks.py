@@ -199,11 +199,9 @@ def deal(
     data: RaggedBatch, begin: int, end: int, parts: int, weights: Sequence[float] | None = None
 ) -> list[list[int]]:
     """Divide the samples [begin, end) into parts with about equal numbers of tokens, or sums of `weights` [B]. Return
-    each part's sample indices in ascending order.
-
-    Consecutive samples with the same `group_id` (without it, `draw_ids`) stay together, so that they share their
-    prompt, unless there are fewer groups than parts. The group with the most tokens is assigned first, each to the part
-    with the fewest tokens so far; among equals, to the first part."""
+    each part's sample indices in ascending order. Consecutive samples with the same `group_id` (without it, `draw_ids`)
+    stay together, to share their prompt, unless there are fewer groups than parts. The largest group is assigned first,
+    each to the first of the parts with the fewest tokens so far."""
     if parts == 1:
         return [list(range(begin, end))]
     lengths = data.lengths.tolist() if weights is None else weights
@@ -250,11 +248,9 @@ class Move(NamedTuple):
 
 def even_moves(units: Sequence[Sequence[tuple[list[int], int]]]) -> list[Move]:
     """Return moves of samples between ranks that reduce the cost of the busiest rank. `units` are for each rank pairs
-    (samples that must stay together, their cost).
-
-    Each move takes the samples of one pair from the busiest to the least busy rank: the pair that makes the larger of
-    the two ranks' new costs as small as possible. No move is made whose gain is below LEAST_GAIN, a share of the
-    busiest rank's cost. Every rank computes the same moves."""
+    (samples that must stay together, their cost). Each move takes the pair from the busiest to the least busy rank that
+    makes the larger of their new costs smallest, if that gains LEAST_GAIN, a share of the busiest rank's cost. Every
+    rank computes the same moves."""
     left = [list(own) for own in units]
     load = [sum(cost for _, cost in own) for own in left]
     found: list[Move] = []

@@ -37,12 +37,8 @@ class Answer(NamedTuple):
 
 
 class Future:
-    """The result of a call that may still be running.
-
-    Attributes:
-        error: the exception that the call raised; None while it runs, or if it succeeded.
-        done: returns whether the call has ended.
-        wait: waits for at most a number of seconds, and returns whether the call has ended."""
+    """The result of a call that may still be running. `error` is the exception that it raised, or None; `done()`
+    returns whether it has ended, `wait(seconds)` whether it ends in that time."""
 
     def __init__(self) -> None:
         self._done = threading.Event()

@@ -28,11 +28,9 @@ class CodeEnvMetadata(TypedDict):
 
 class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
     """An environment that runs each response's program in a sandbox (see `docs/guides/environments.md`) and rewards it
-    by the tests that it passes. The constructor raises SandboxUnavailableError if this machine cannot isolate programs.
-    Programs run only after generation has ended, because generation would slow them down.
-
-    Metrics: also `num_<reason>`, the number of programs that failed for this reason (see `CodeVerifyWorker`). `answers`
-    holds each program's result, such as `passed` or `wrong_answer`."""
+    by the tests that it passes, after generation has ended, which programs would slow down. The constructor raises
+    SandboxUnavailableError if this machine cannot isolate programs. Metrics: also `num_<reason>`, the programs that
+    failed for this reason (see `CodeVerifyWorker`). `answers` are results, such as `passed`."""
 
     def __init__(self, cfg: CodeEnvConfig | None = None) -> None:
         cfg = as_model(cfg or {}, CodeEnvConfig, "env.code")

@@ -59,12 +59,10 @@ class SingleTurnEnvironment(EnvironmentInterface[MetadataT]):
 
 
 class VerifyingEnvironment(SingleTurnEnvironment[MetadataT]):
-    """The base class of environments that score responses with a `VerifierPool`, and count the pool's failures.
-
-    Metrics: `verifier_timeouts`, the number of responses that got score 0 because the verifier failed on them: it
-    missed its deadline (or ended: `verifier_crashes`), or the response was longer than `max_answer_chars`
-    (`verifier_oversized`); and `verifier_unmatchable_truths`, those that got score 0 because of their ground truth. All
-    but the first are logged only if they are not 0."""
+    """The base class of environments that score responses with a `VerifierPool`, with metrics of responses that got
+    score 0 because the verifier failed: it missed its deadline (`verifier_timeouts`), ended (`verifier_crashes`), or
+    read no response above `max_answer_chars` (`verifier_oversized`); all of these count in the first; and because of
+    their truth (`verifier_unmatchable_truths`). Only the first is logged if 0."""
 
     can_be_asked_again = True
 

@@ -20,11 +20,8 @@ class LoggerInterface(ABC):
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         """Log `prefix/name` for every entry. Values are numbers, or strings and lists, which a backend may ignore.
-        Called several times per step.
-
-        Args:
-            step_metric: the name of an entry that is the x axis instead of `step`.
-            step_finished: whether this is the last call of a step."""
+        `step_metric` names an entry that is the x axis instead of `step`; `step_finished`: this is the step's last
+        call."""
 
     @abstractmethod
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:

@@ -34,16 +34,10 @@ from nemo_rl_cpp.models.weights import named_views
 
 
 def export_gguf(folder: Path, file: Path, kind: str) -> int:
-    """Write the model and the tokenizer of a Hugging Face folder as one GGUF file, and return its size in bytes.
-
-    Tensors are read, converted and written one at a time, and those of a layer's experts together. The file gets its
-    final name once it is complete.
-
-    Args:
-        kind: the quantization format of the matrices, one of f32, f16, bf16, q8_0 and q4_0.
-
-    Raises:
-        ModelFolderError: GGUF cannot represent the model or tokenizer so that llama.cpp computes the same results."""
+    """Write the model and the tokenizer of a Hugging Face folder as one GGUF file with matrices of the `kind` f32, f16,
+    bf16, q8_0 or q4_0, and return its size in bytes. Tensors are converted one at a time, those of a layer's experts
+    together, and the complete file gets its final name. Raise ModelFolderError if GGUF cannot represent model and
+    tokenizer so that llama.cpp computes the same results."""
     config = hf_config.read_config(folder)
     check_family(config)
     tokenizer = Tokenizer.from_pretrained(folder, section="")

@@ -19,14 +19,9 @@ from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 
 
 class Family(NamedTuple):
-    """The properties of a model_type in llama.cpp, by which its tensors are converted.
-
-    Attributes:
-        architecture: llama.cpp's name of the model_type, as in the file.
-        interleaved: llama.cpp's RoPE pairs adjacent rows of a head; Hugging Face's pairs the two halves.
-        has_windows: llama.cpp supports sliding-window attention. If not, it attends to all tokens, so the file limits
-            the context to the window.
-        scalings: supported types of RoPE scaling."""
+    """The properties of a model_type in llama.cpp, by which its tensors are converted: llama.cpp's name `architecture`;
+    whether its RoPE is `interleaved`, pairing adjacent rows of a head, not its halves; whether it `has_windows`
+    (otherwise the file limits the context to the window); and the supported types of RoPE scaling."""
 
     architecture: str
     interleaved: bool = False

@@ -106,13 +106,9 @@ def read_config(folder: str | Path, overrides: Mapping[str, Plain] | None = None
 
 
 def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain] | None = None) -> dict[str, Plain]:
-    """Return a configuration in canonical form. Omitted keys get transformers 5's defaults, the RoPE keys have the form
-    of `models.rope`, and `overrides`, in the format of transformers 4 or 5, are applied.
-
-    transformers 4 and 5 read the result identically. Keys that affect the computation are checked. Idempotent.
-
-    Raises:
-        ModelFolderError: an unsupported architecture or option, or an invalid value; the message contains the key."""
+    """Return a configuration in canonical form: omitted keys with transformers 5's defaults, RoPE keys as in
+    `models.rope`, and `overrides` (as for transformers 4 or 5) applied. transformers 4 and 5 read it identically.
+    Idempotent. Raise ModelFolderError, with the key, for an unsupported architecture or option, or an invalid value."""
     overrides = _text_overrides(config, overrides or {})
     config = text_section(config)
     kind = overrides.get("model_type", config.get("model_type"))
@@ -394,14 +390,9 @@ def config_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
 def native_config(
     config: Mapping[str, Plain], *, value_head: bool = False, max_length: int | None = None
 ) -> dict[str, Plain]:
-    """Return the keyword arguments of the native `DecoderModel` for a config.json in any form.
-
-    Args:
-        value_head: build a critic, with one scalar per token in place of the LM head.
-        max_length: tokens of the longest sequence, by which longrope chooses its factors. None: all positions.
-
-    Raises:
-        ModelFolderError: the architecture or one of its options is not supported; the message names it."""
+    """Return the keyword arguments of the native `DecoderModel` for a config.json in any form. `value_head`: for a
+    critic, with one scalar per token in place of the LM head. `max_length`: tokens of the longest sequence (None: all
+    positions), by which longrope chooses its factors. Raise ModelFolderError for an unsupported option."""
     form = canonical_config(config)
     made = SUPPORTED_ARCHITECTURES[form["model_type"]]
     head_dim = latent_attention.key_size(form) if made.latent else form["head_dim"]

@@ -35,14 +35,9 @@ BLOCK_WEIGHTS = 32
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """The description of a model before it is built.
-
-    Attributes:
-        config: config.json in the canonical form of `models.hf_config`.
-        path: the folder with the weights; None: random weights, drawn from `seed`.
-        max_length: tokens of the longest sequence; None: all positions of the model.
-        remarks: warnings for the user, one sentence each.
-        adapter: an adapter that is added to the weights of `path`."""
+    """The description of a model before it is built: `config` is config.json in the canonical form of
+    `models.hf_config`, `path` the folder of the weights (None: drawn from `seed`), `max_length` the longest sequence
+    (None: all positions), `remarks` warnings for the user, and `adapter` one that is added to the weights."""
 
     config: dict[str, Plain]
     path: Path | None
@@ -184,10 +179,7 @@ def open_model_folder(
 ) -> ModelFolder:  # fmt: skip
     """Open the model `name`: "tiny-random" (with sizes from `hf_config_overrides`), a folder, or a name for
     `hub.sources.resolve_model`. Print its remarks. `length_key` and `key` are the configuration keys of `max_length`
-    and of the model's name.
-
-    Raises:
-        ModelFolderError: the model is not supported, its files are damaged, or sequences are too long for it."""
+    and of the name. Raise ModelFolderError if it is unsupported, damaged, or too short for `max_length`."""
     if name == TINY_RANDOM:
         folder = tiny_random(overrides, seed=seed, value_head=value_head, max_length=max_length)
     else:

@@ -279,13 +279,9 @@ class TrainedModel:
         self, batch: RaggedBatch, gbs: int, way: MicroBatchRunner, eval_mode: bool, first: Mapping[str, object] = MappingProxyType({}),
         after_first: Callable[[GlobalBatchResult], None] | None = None,
     ) -> Updates:  # fmt: skip
-        """Take one optimizer step per global batch of `gbs` samples, then one schedule step; with `eval_mode` take
-        neither.
-
-        Args:
-            way: runs the forward and backward passes.
-            first: options of `way.forward_backward` for the first global batch.
-            after_first: receives the result of the first global batch before the weights change."""
+        """Take one optimizer step per global batch of `gbs` samples, then one schedule step; with `eval_mode` neither.
+        `way` runs the passes, with the options `first` in the first global batch, whose result `after_first` receives
+        before the weights change."""
         updates = Updates(in_turns=way.sums.sharded)
         for begin in range(0, batch.size, gbs):
             if not eval_mode:

@@ -209,15 +209,10 @@ def fill_parameters(
     tensors: Iterable[tuple[str, RawTensor | TensorEntry]],
     put: Callable[[str, RawTensor | TensorEntry], None],
 ) -> None:
-    """Call put(name, tensor) for every parameter of `shapes` that `tensors` contains. `folder` is the source of
-    `tensors`, for error messages.
-
-    A critic can be filled from a causal language model: the LM head is skipped, and score.weight may be missing. With
-    tied weights, the LM head may replace a missing embedding.
-
-    Raises:
-        ModelFolderError: a tensor is missing, unexpected, duplicate, or of the wrong shape or dtype; the message lists
-            up to eight tensors of each kind."""
+    """Call put(name, tensor) for every parameter of `shapes` that `tensors`, those of `folder`, contains. A critic may
+    be filled from a causal language model: its LM head is skipped, and score.weight may be missing. With tied weights,
+    the LM head may replace a missing embedding. Raise ModelFolderError for a missing, unexpected, duplicate or
+    misshapen tensor or dtype; the message lists up to eight of each kind."""
     tied = HEAD not in shapes and VALUE_HEAD not in shapes
     missing, wrong, foreign, extra, stood_in = set(shapes), [], [], [], False
     for given, tensor in split_experts(split_projections(tensors, folder), FUSED in shapes):
@@ -486,14 +481,8 @@ def _even_then_odd(tensor: RawTensor) -> memoryview:
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """A LoRA adapter that was saved without its quantised base model.
-
-    Attributes:
-        targets: names of the adapted weights.
-        base: `model_name` of the run that saved it.
-        seed: seed of the base weights, if they are random.
-        quantization: format of the base model's matrices.
-        config: the base model's config.json."""
+    """A LoRA adapter that was saved without its quantised base model: the names of the adapted weights, the saving
+    run's `model_name`, the seed of random base weights, the format of its matrices, and its config.json."""
 
     folder: Path
     dim: int

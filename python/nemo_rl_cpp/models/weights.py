@@ -108,15 +108,10 @@ def buffers(model: C.DecoderModel) -> dict[str, Tensor]:
 
 
 def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
-    """Fill a native `DecoderModel`, or its tensor-parallel slice, from the weights of a folder.
-
-    A critic can be loaded from a causal language model: the LM head is skipped, and the scalar head starts at zero, so
-    that the first values are 0. Weights in a different dtype are converted. The matrices of a quantised model are
-    quantised one by one, from the dtype of the file; blocks of the model's format are copied.
-
-    Raises:
-        ModelFolderError: no weights, a damaged file, or missing, unexpected or misshapen tensors; the message lists up
-            to eight tensors of each kind."""
+    """Fill a native `DecoderModel`, or its tensor-parallel slice, from the weights of a folder, converted if their
+    dtype differs. From a causal language model a critic's scalar head starts at zero, so the first values are 0. The
+    matrices of a quantised model are quantised one by one; blocks of its format are copied. Raise ModelFolderError for
+    damaged files, and missing, unexpected or misshapen tensors, listing up to eight of each kind."""
     folder = Path(folder)
     target = named_views(model.specs, model.compute if model.masters is None else model.masters)
     specs = {spec.name: spec for spec in model.specs}
@@ -232,15 +227,10 @@ def joined_experts(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, t
 
 
 def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm_offset: float = 0.0) -> None:
-    """Initialise a random model: normally distributed matrices, norms that scale by 1, zero biases. Equal seeds give
-    equal weights.
-
-    An untied LM head gets a tenth of the other matrices' standard deviation, so that the first policy is nearly
-    uniform: reinforcement learning from scratch needs exploration. The matrices of a quantised model are drawn as in
-    the same model without quantisation, and then quantised.
-
-    Args:
-        norm_offset: added to a norm's weight before multiplying (Gemma, Qwen3.5: 1), except in gated delta nets."""
+    """Initialise a random model: normally distributed matrices, norms that scale by 1 (`norm_offset` is added to their
+    weights, except in gated delta nets), zero biases. Equal seeds give equal weights, also before quantisation. An
+    untied LM head gets a tenth of the other matrices' standard deviation, so that the first policy is nearly uniform:
+    reinforcement learning from scratch needs exploration."""
     generator = torch.Generator().manual_seed(seed)
     flat = model.compute if model.masters is None else model.masters
     views = named_views(model.specs, flat)

@@ -33,13 +33,9 @@ class Sampling(NamedTuple):
 
 
 class GenerationRequest(NamedTuple):
-    """The B rows of one `generate` call.
-
-    Attributes:
-        stream: "train", "val" or "eval", for all rows.
-        max_new_tokens: int64 [B] maximum number of tokens of each response.
-        draws, samples: int64 [B] `draw_ids` and `sample_index` of each row (see `GenerationDatumSpec`).
-        stops: the distinct stop strings of each row."""
+    """The B rows of one `generate` call: the stream ("train", "val" or "eval") of all, and of each row the maximum
+    number of new tokens, `draw_ids` and `sample_index` (see `GenerationDatumSpec`), int64 [B], and distinct stop
+    strings."""
 
     batch: RaggedBatch
     greedy: bool

@@ -81,14 +81,10 @@ class EngineHost:
 
 
 class DistributedGeneration(GenerationInterface):
-    """Generation in a policy's worker processes, with the interface of `NativeGeneration`.
-
-    Args:
-        config: the engines' configuration section; None: the policy's `policy.generation`.
-        options: arguments for `Policy.create_generation`.
-        blocks: how the policy assigns samples to ranks in training, so that each rank generates the samples that it
-            trains on: (gradient_blocks, the number of parts of a global batch; train_global_batch_size; whether the
-            parts are assigned round-robin). None: no training follows."""
+    """Generation in a policy's worker processes, with the interface of `NativeGeneration`. `config` is the engines'
+    section (None: `policy.generation`), `options` are arguments of `Policy.create_generation`. `blocks` is how training
+    assigns samples to ranks, so that each generates its own: (gradient_blocks, train_global_batch_size, whether in
+    turns); None: no training follows."""
 
     def __init__(
         self,

@@ -31,14 +31,9 @@ def native_runner(model: C.DecoderModel, config: GenerationConfig | Mapping[str,
 
 
 class NativeGeneration(BaseEngine):
-    """NeMo RL's generation interface on the C++ engine.
-
-    The response of a row never depends on the other rows of the batch or on engine limits. Equal prompts are prefilled
-    once.
-
-    Attributes:
-        agree: returns the minimum of a number over the tensor-parallel ranks of one model, which must schedule the same
-            steps and so use the same KV-cache limit; None: there is one rank."""
+    """NeMo RL's generation interface on the C++ engine. A row's response never depends on the other rows of the batch
+    or on engine limits. Equal prompts are prefilled once. `agree` returns the minimum of a number over a model's
+    tensor-parallel ranks, which must schedule the same steps and so use one KV-cache limit; None: there is one rank."""
 
     def __init__(
         self,

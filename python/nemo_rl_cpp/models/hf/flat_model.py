@@ -138,15 +138,8 @@ class FlatModel:
 class ShardedModel:
     """A transformers module sharded over several ranks by FSDP2, with the interface of `FlatModel`. Each rank holds
     some rows of every parameter in float32. A forward pass gathers a layer's weights in the run's precision, and its
-    backward pass sums the gradients of each rank's rows over all ranks.
-
-    Every pass involves all ranks, except inside the context `gathered`.
-
-    Attributes:
-        module: the sharded module.
-        flat_layout: layout of this rank's rows.
-        whole: layout of the whole model in one process.
-        layouts: layouts of all ranks."""
+    backward pass sums the gradients of each rank's rows over all ranks, so all take part, except inside `gathered`.
+    `flat_layout` has this rank's rows, `layouts` those of all ranks, `whole` the model in one process."""
 
     masters_begin = 0
     blocks = ()  # a module's buffers are read from the module

@@ -168,11 +168,9 @@ class MicroBatchRunner:
         backward: bool = True,
     ) -> GlobalBatchResult:
         """Run forward pass, loss and, if `backward`, backward pass of this rank's part of the samples [begin, end), one
-        micro-batch at a time. Return outputs, losses and metrics.
-
-        Args:
-            on_policy: the current weights generated the samples, so this forward pass provides `prev_logprobs`.
-            exactness: collects the comparison with `generation_logprobs`; None: no comparison."""
+        micro-batch at a time. Return outputs, losses and metrics. `on_policy`: the current weights generated the
+        samples, so this pass provides `prev_logprobs`. `exactness` collects the comparison with
+        `generation_logprobs`."""
         guard = _RankGuard(self, self.sums if backward else GradientSums())
         options = data, begin, end, backward, on_policy, exactness
         batch = guard.planned(options) if backward else _GlobalBatch(self, *options)

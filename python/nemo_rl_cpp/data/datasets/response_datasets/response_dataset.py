@@ -32,15 +32,11 @@ def task_name_of(data_path: str) -> str:
 
 class ResponseDataset(RawDataset):
     """Rows with a question under `input_key` and an answer under `output_key`, or with complete conversations.
-
     `split_validation_size` rows (a count, or a fraction), chosen by `seed`, become the validation set.
 
-    A question is a string or a conversation (see `conversation_of`). Keys may be dotted (`reward_model.ground_truth`).
-    If `input_key` is not set, a column "messages" or "conversations" is the conversation, which may end with the
-    answer.
-
-    Rows become {"messages": [..., user, assistant], "task_name"}. The constructor raises ValueError with file, row
-    (from 1) and key for a row of any other form."""
+    A question is a string or a conversation (see `conversation_of`); keys may be dotted (`reward_model.ground_truth`).
+    If `input_key` is not set, a column "messages" or "conversations" may end with the answer. Rows become {"messages":
+    [..., user, assistant], "task_name"}. Raises ValueError with file, row (from 1) and key for any other row."""
 
     def __init__(
         self, data_path: str, input_key: str = _INPUT, output_key: str = _OUTPUT, subset: str | None = None,

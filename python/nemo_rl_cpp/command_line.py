@@ -8,8 +8,9 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import NoReturn
 
 from nemo_rl_cpp import __version__
@@ -27,11 +28,13 @@ class Exit(SystemExit):
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser that reports errors in one line."""
 
+    options = property(attrgetter("_option_string_actions"))
+
     def parse_args(self, words: Sequence[str], namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
         known, rest = self.parse_known_args(words)
         if option := next((word.partition("=")[0] for word in rest if word.startswith("-")), None):
             otherwise = "--help lists the options, and a text that begins with a dash comes after --"
-            self.error(f"unknown option {option}; {did_you_mean(option, self._option_string_actions, otherwise)}")
+            self.error(f"unknown option {option}; {did_you_mean(option, self.options, otherwise)}")
         if rest:
             self.error(f"unknown arguments: {' '.join(rest)} (a text of several words goes into quotes)")
         return known
@@ -43,9 +46,9 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if "arguments are required" in message:  # a misspelt option is the first thing to mend
             options = (word.partition("=")[0] for word in self._words if _OPTION.match(word))
-            unknown = next((option for option in options if option not in self._option_string_actions), None)
+            unknown = next((option for option in options if option not in self.options), None)
             if unknown is not None:
-                message = f"unknown option {unknown}; {did_you_mean(unknown, self._option_string_actions, message)}"
+                message = f"unknown option {unknown}; {did_you_mean(unknown, self.options, message)}"
         print(f"error: {message}", file=sys.stderr)
         raise Exit(2)
 
@@ -139,12 +142,9 @@ def command_parser(name: str | None, description: str, examples: str) -> OneLine
     return parser
 
 
-_OPTIONS = ("--config", "--dry-run", "--kind", "--help", "--debug", "--version")
-
-
-def unknown_option(words: Sequence[str]) -> str | None:
-    """Return an error message for the first of the arguments `words` that is an option, such as --x, or the name of a
-    file, and not a configuration override; None if all are overrides."""
+def unknown_option(words: Sequence[str], options: Iterable[str]) -> str | None:
+    """Return an error message for the first of the arguments `words` that is an option (`options` are known) or the
+    name of a file, and not a configuration override; None if all are overrides."""
     for i, word in enumerate(words):
         if word.endswith((".yaml", ".yml")) and "=" not in word:
             return f"{word} is not an override: a file is given by --config {word}"
@@ -153,7 +153,7 @@ def unknown_option(words: Sequence[str]) -> str | None:
         name, equals, value = word.lstrip("-").partition("=")
         if "." not in name:
             otherwise = "--help lists the options; a key of the configuration is set by section.key=value"
-            return f"unknown option {word}; {did_you_mean(word.partition('=')[0], _OPTIONS, otherwise, 0.75)}"
+            return f"unknown option {word}; {did_you_mean(word.partition('=')[0], options, otherwise, 0.75)}"
         following = words[i + 1] if i + 1 < len(words) else "--"
         given = value if equals else "VALUE" if "=" in following or following.startswith("--") else following
         return f"unknown option {word}: a key of the configuration is set without dashes, write {name}={given}"

@@ -198,7 +198,7 @@ class Algorithm:
     # GRPO run continues as in NeMo RL, and the report shows that nothing was learned.
     needs_tokens: bool
     # whether samples have rewards. If not, nothing was generated: metrics of rewards and rollouts are omitted.
-    has_rewards: bool = True
+    has_rollouts: bool = True
 
 
 def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
@@ -234,7 +234,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm(grpo_advantages, is_trained=sampled_by_policy, needs_tokens=False),
     "distillation": Algorithm(distillation_advantages, is_trained=sampled_by_policy, needs_tokens=False),
     "sft": Algorithm(
-        lambda config: EqualAdvantages(), is_trained=spoken_by_assistant, needs_tokens=True, has_rewards=False
+        lambda config: EqualAdvantages(), is_trained=spoken_by_assistant, needs_tokens=True, has_rollouts=False
     ),
     "ppo": Algorithm(
         lambda config: TokenAdvantages(make_estimator("ppo", config.ppo.adv_estimator, config.loss_fn)),

@@ -101,19 +101,19 @@ def train_epochs(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str,
 
 def step_result(run: TrainingRun, collected: Collected, batch: TrainBatch, metrics: step_metrics.Metrics) -> StepResult:
     """Return what is logged for a step, except durations; without rewards, no metrics of rewards and rollouts."""
-    samples, has_rewards = collected.samples, run.algorithm.has_rewards
+    samples, has_rollouts = collected.samples, run.algorithm.has_rollouts
     of_groups = ops.group_baseline(batch.rewards, batch.group_id, leave_one_out=run.config.loop.leave_one_out)
     stale = {"stale_samples": metrics["stale_samples"]}  # relative to the trained weights, unlike the sampler's count
     logged = metrics | collected.rollout_metrics | step_metrics.batch_metrics(samples, batch)
     logged |= step_metrics.baseline_metrics(of_groups.baseline) | collected.sampler_metrics | stale
     histograms = {}
-    if has_rewards:
+    if has_rollouts:
         names = [name for name in ("advantages", "values", "returns") if name in batch]
         histograms = {"baseline_reward": of_groups.baseline.tolist()}
         histograms |= {name: batch.tokens[name][batch.is_valid].tolist() for name in names}
     return StepResult(
         state=run.state,
-        metrics=logged if has_rewards else step_metrics.without_rollouts(logged),
+        metrics=logged if has_rollouts else step_metrics.without_rollouts(logged),
         table=step_metrics.rollout_table(samples, batch),
         histograms=histograms,
         rollout_names=frozenset(collected.rollout_metrics),

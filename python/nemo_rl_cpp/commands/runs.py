@@ -89,9 +89,8 @@ def check(arguments: Sequence[str]) -> int:
     parser.add_argument("--kind", choices=tuple(KINDS), help="kind of run (default: by the file's sections)")
     known, overrides = parser.parse_known_args(arguments)
     missing = None if known.config else "--config is missing: give a YAML file, or the name of a shipped one"
-    if message := unknown_option(overrides) or missing:
-        print(f"error: {message}", file=sys.stderr)
-        return 2
+    if message := unknown_option(overrides, parser.options) or missing:
+        parser.error(message)
     try:
         search_for_modules(Path.cwd(), find_config(known.config).resolve().parent)
         kind = known.kind or kind_of(known.config)
@@ -154,7 +153,7 @@ def _run(words: Sequence[str], default: str, kind: str | None, work: Callable[[W
     shown = "show a memory forecast and the resolved configuration, then stop"
     parser.add_argument("--dry-run", action="store_true", help=shown)
     known, overrides = parser.parse_known_args(words)  # all other words are overrides
-    if message := unknown_option(overrides):
+    if message := unknown_option(overrides, parser.options):
         parser.error(message)
     config = _loaded(known.config, overrides, kind)
     if config is None:

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -184,7 +185,7 @@ class Lora:
             yield f"{PREFIX}{part}.lora_{matrix}", tensor.narrow(1, begin, rows) if name.endswith(LORA_B) else tensor
             begin += rows
 
-    @property
+    @cached_property
     def _is_text_of_images(self) -> bool:
         """Whether transformers loads the base with its vision tower, as AutoModelForCausalLM does only with Gemma 3."""
         path = self.folder.path

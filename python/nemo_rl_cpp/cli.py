@@ -91,7 +91,6 @@ def _command(words: Sequence[str]) -> str | None:
 
 
 def help_text() -> str:
-    """Return the text that `nemo-rl-cpp --help` prints."""
     width = max(map(len, COMMANDS)) + 2
     lines = "\n".join(f"  {name:<{width}}{text}" for name, (_, text) in COMMANDS.items())
     return (

@@ -98,13 +98,11 @@ def program(debug: bool = False) -> Iterator[Outcome]:
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option --model, which names the model or checkpoint."""
     names = "Hugging Face folder, model name, or checkpoint of a run (step_N, or their folder)"
     parser.add_argument("--model", required=True, help=names)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options --precision and --threads."""
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: all cores)")
 

@@ -29,7 +29,6 @@ def search_for_modules(*folders: str | Path) -> None:
 
 
 def is_dotted(name: object) -> bool:
-    """Return whether `name` is a string in the form of a dotted name."""
     return isinstance(name, str) and "." in name and all(part.isidentifier() for part in name.split("."))
 
 

@@ -102,7 +102,6 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     @property
     def log_dir(self) -> Path:
-        """The folder to which the run writes its logs."""
         return Path(self.log.logger.log_dir)
 
     def train(self) -> None:

@@ -92,7 +92,6 @@ class GroupSampler:
 
     @property
     def cached_groups(self) -> int:
-        """The number of groups that the buffer holds."""
         return 0 if self._cache is None else int(self._cache["group_id"].max()) + 1
 
     def add(self, rollouts: Rollouts) -> None:

@@ -197,7 +197,6 @@ _RESUME = {True: "must", False: "never", None: "auto", "must": "must", "never": 
 
 
 def _train_call(algorithm: str, arguments: dict[str, Any]) -> TrainResult:
-    """Check all arguments of a call of `train_<algorithm>`, train, and return the result."""
     names = [name for name in arguments if name != "overrides"]
     own = dotted_keys(arguments["overrides"], algorithm, names)
     rows, val_rows = _rows(arguments)

@@ -229,7 +229,6 @@ class CheckpointManager:
             raise ResumeError(f"checkpointing.resume=must, but {self.checkpoint_dir} holds no checkpoint: {what_to_do}")
 
     def load_training_info(self, checkpoint_path: Path | str) -> dict[str, Plain]:
-        """Return the content of a checkpoint's training_info.json."""
         return json.loads((Path(checkpoint_path) / TRAINING_INFO).read_text(encoding="utf-8"))
 
     @staticmethod

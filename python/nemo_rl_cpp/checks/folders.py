@@ -67,7 +67,6 @@ class Change(NamedTuple):
 
 
 def read_saved(folder: Path) -> Saved:
-    """Read the time of saving and the configuration of the checkpoint in a folder."""
     try:
         written_at = time.localtime((folder / MANIFEST).stat().st_mtime)
         when = manifest_facts(folder).get("saved") or time.strftime("%Y-%m-%d %H:%M:%S", written_at)

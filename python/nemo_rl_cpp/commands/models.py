@@ -37,7 +37,6 @@ TASKS = (Task("GRPO"), Task("with KL", kl=0.01), Task("PPO", critic=True), Task(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table of models."""
     what = "List the supported models with the memory that training and generation need on a CPU."
     parser = command_parser("models", what, _EXAMPLES)
     parser.add_argument("word", nargs="?", default="", help="only models with this in their name or model_type")

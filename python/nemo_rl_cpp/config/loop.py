@@ -100,7 +100,6 @@ class RewardShapingConfig(Section):
 
     @property
     def applies_overlong_penalty(self) -> bool:
-        """Whether DAPO's overlong penalty is applied."""
         return self.enabled and (self.compose or self.stop_properly_penalty_coef is None)
 
     def check_all(self, report: Report) -> None:

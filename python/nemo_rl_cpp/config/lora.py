@@ -119,7 +119,6 @@ def matches(pattern: str, module: str) -> bool:
 
 
 def is_experts(module: str) -> bool:
-    """Return whether the module with the name `module` holds the experts of a layer."""
     return module.endswith(".experts")
 
 

@@ -249,7 +249,6 @@ def check_engine(
 
 
 def _quantises(value: object) -> bool:
-    """Return whether the value of a quantisation setting enables quantisation."""
     return bool(value) and (value.get("scheme", "unknown") if isinstance(value, dict) else value) not in _PRECISIONS
 
 

@@ -106,7 +106,6 @@ def conversation_of(value: object, key: str) -> list[ChatMessage]:
 
 
 def question_and_answer(question: str, answer: object) -> list[ChatMessage]:
-    """Return a conversation of a user message and an assistant message."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 

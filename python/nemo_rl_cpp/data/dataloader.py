@@ -183,7 +183,6 @@ class MultipleDataloaderWrapper(Iterator[BatchedDataDict]):
 
 
 def save_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWrapper, checkpoint: Path) -> None:
-    """Write the loader's position in the data into the checkpoint folder."""
     file = checkpoint / "train_dataloader.json"
     file.write_text(json.dumps(dataloader.state_dict(), indent=2) + "\n", encoding="utf-8")
 

@@ -45,7 +45,6 @@ def use_threads(settings: ClusterConfig) -> None:
 
 
 def shut_down(*clusters: "Cluster | None") -> None:
-    """Shut down each of the given clusters that is not None."""
     for cluster in clusters:
         if cluster is not None:
             cluster.shutdown()
@@ -75,7 +74,6 @@ class Cluster:
         self._workers: Workers | None = None
 
     def world_size(self) -> int:
-        """Return the number of workers."""
         return self._size
 
     @property

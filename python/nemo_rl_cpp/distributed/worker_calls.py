@@ -54,7 +54,6 @@ class Future:
             self.set(None, error)
 
     def set(self, value: object, error: BaseException | None = None) -> None:
-        """Set the outcome of the call: its value, or its error."""
         self._value, self.error = value, error
         self._done.set()
 

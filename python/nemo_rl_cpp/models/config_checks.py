@@ -12,7 +12,6 @@ def expect(is_valid: object, key: str, value: object, expected: str) -> None:
 
 
 def is_whole(value: object, least: int) -> TypeGuard[int]:
-    """Return whether a value is an integer of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

@@ -25,7 +25,6 @@ def parameter_shapes(native: Mapping[str, Plain]) -> Shapes:
 
 
 def layer_shapes(native: Mapping[str, Plain]) -> Iterator[Shapes]:
-    """Yield the shapes of the parameters of each layer."""
     hidden, one_block = native["hidden_size"], native.get("one_block")
     attention, mlp, recurrent, experts = _attention_shapes(native), _mlp_shapes(native), {}, {}
     if "recurrent" in native:

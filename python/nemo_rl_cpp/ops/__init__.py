@@ -194,7 +194,6 @@ class ClippedPGConfig:
 
     @cached_property
     def native(self) -> C.ClippedPGConfig:
-        """Return the settings as the C++ struct."""
         out = C.ClippedPGConfig()
         # where Python has None, C++ has a number
         numbers = {"ratio_clip_c": 0.0, "kl_input_clamp": math.inf, "kl_output_clamp": math.inf}

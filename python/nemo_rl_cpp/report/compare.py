@@ -34,11 +34,9 @@ class Comparison:
     examples: Sequence[str] = field(default_factory=list)  # additional lines
 
     def page(self) -> str:
-        """Return the report page of the runs."""
         return render_side_by_side(dict(zip(self.names, self.histories)), self.tables, self.verdict)
 
     def print(self) -> None:
-        """Print the tables, the verdict and the examples."""
         shown = io.StringIO()
         console = Console(file=shown, highlight=False, width=shutil.get_terminal_size().columns)
         for title, rows in self.tables.items():

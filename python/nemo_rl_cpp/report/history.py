@@ -36,7 +36,6 @@ class Curve(NamedTuple):
     values: list[float]
 
     def finite(self) -> "Curve":
-        """Return the curve without the values that are not finite."""
         pairs = [(step, value) for step, value in zip(self.steps, self.values) if math.isfinite(value)]
         return Curve([step for step, _ in pairs], [value for _, value in pairs])
 

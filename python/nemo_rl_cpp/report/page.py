@@ -93,7 +93,6 @@ def duration(seconds: float) -> str:
 
 
 def text_of(value: object) -> str:
-    """Return the value of a configuration key as text for a table."""
     return value if isinstance(value, str) else json.dumps(to_plain(value), ensure_ascii=False)
 
 
@@ -182,7 +181,6 @@ class RunFacts:
 
 
 def render(history: MetricHistory, facts: RunFacts) -> str:
-    """Return the HTML of a run's report page."""
     found = find(history)
     panels = panels_of([history])
     specs = [panel.spec() for panel in panels]

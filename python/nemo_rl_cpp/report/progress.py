@@ -69,7 +69,6 @@ class Progress:
             self._display = display({"text/plain": self.line()}, raw=True, display_id=True)
 
     def phase(self, name: str) -> None:
-        """Show `name` as the current phase of the run."""
         self._phase, self._phase_began = name, time.monotonic()
         if self.mode == "notebook":
             self._show_notebook()
@@ -114,7 +113,6 @@ class Progress:
     # ---- the line
 
     def line(self) -> str:
-        """Return the text of the live line."""
         now = time.monotonic()
         phase = f"{self._phase} {duration(now - self._phase_began)}"
         return " | ".join(filter(None, [self._head(), phase, self._values()])) + self._tail(now)

@@ -164,7 +164,6 @@ class Service:
     under_way: int = 0  # responses in flight, over all clients
 
     async def health(self, request: Request) -> Response:
-        """Handle `GET /health`."""
         state = self.model.engine.state
         return JSONResponse({
             "status": "ok", "weight_version": state.version, "weights_in_place": state.is_open,

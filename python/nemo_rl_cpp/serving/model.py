@@ -140,7 +140,6 @@ class EngineSizes:
     prefill_chunk_tokens: int = 512  # prompt tokens prefilled per step, so that a long prompt delays no others
 
     def cache_bytes(self) -> int:
-        """Return the maximum size of the KV cache in bytes."""
         if self.kv_cache_gb is not None:
             return int(self.kv_cache_gb * 1e9)
         return max(min(available_bytes() // 2, _LONGEST_CACHE), 1)

@@ -146,7 +146,6 @@ class Routes:
         ))  # fmt: skip
 
     async def checkpoints(self, request: Request) -> Response:
-        """Return the list of checkpoints of a training run, or of all runs."""
         store, run = self.service.store, request.path_params.get("run")
         places = store.places(None if run is None else Place.of(f"tinker://{run}/weights/x").run)
         part, cursor = _page(request, places)
@@ -253,7 +252,6 @@ class Routes:
 
 
 def _checkpoint(store: Store, place: Place) -> types.Checkpoint:
-    """Return the SDK's description of a checkpoint."""
     facts, files = store.facts(place), [file for file in store.folder(place).rglob("*") if file.is_file()]
     expires = None if facts.ttl_seconds is None else datetime.fromtimestamp(facts.time + facts.ttl_seconds, UTC)
     return types.Checkpoint(
@@ -289,7 +287,6 @@ def _page(request: Request, found: list) -> tuple[list, types.Cursor]:
 
 
 def make_app(service: Service, api_key: str | None = None, max_body_bytes: int = 64 << 20) -> Starlette:
-    """Return the Starlette application for the routes of `service`."""
     r = Routes(service, api_key, max_body_bytes)
     checkpoint = "training_runs/{run}/checkpoints/{kind}/{name}"
     posts = {

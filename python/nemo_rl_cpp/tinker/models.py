@@ -122,7 +122,6 @@ class Models:
         return _output(rows, logprobs, {"loss:sum": loss.item(), **metrics})
 
     def step(self, model: Model, params: AdamParams) -> dict[str, float]:
-        """Take an AdamW step, and return its metrics."""
         rate, decay = (number(name, getattr(params, name), 0, LARGEST) for name in ("learning_rate", "weight_decay"))
         betas = [number(name, getattr(params, name), 0, _LARGEST_BETA) for name in ("beta1", "beta2")]
         # with an eps of 0, a matrix without gradient, such as A before the first step, would become 0 / 0
@@ -187,7 +186,6 @@ class Models:
     # ---- sampling
 
     def sampler(self, path: str | None) -> Sampler:
-        """Return a sampler of a checkpoint, or of the base model."""
         if path is None:
             adapted = self.base.newest or self.base.adapted(
                 Shape(1, train_mlp="experts" not in self.base.folder.native())

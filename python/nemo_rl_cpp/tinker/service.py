@@ -42,7 +42,6 @@ def sample_request_of(request: types.SampleRequest) -> SampleRequest:
 
 
 def data_of(request: pb.ForwardBackwardRequest) -> list[Datum]:
-    """Return the training data in a request for a forward pass."""
     data = []
     for number, datum in enumerate(request.data):
         here, tokens = f"datum {number}", []
@@ -293,7 +292,6 @@ class Service:
 
     @_in_turn
     def optim_step(self, model: TrainedModel, request: types.OptimStepRequest) -> dict:
-        """Take an AdamW step, and return its metrics."""
         params = request.optim_params
         if not isinstance(params, types.AdamParams):
             raise ValueError(f"the optimizer {params.type!r} is not here: give AdamParams")

@@ -359,7 +359,6 @@ def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "
 
 
 def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
-    """Return one data set with the rows of all `datasets`, in order."""
     if len(datasets) == 1:
         return datasets[0]
     if all(isinstance(dataset, ListDataset) for dataset in datasets):

@@ -273,7 +273,6 @@ def _shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> list[nn.M
 
 
 def _shares_weights(part: nn.Module, module: nn.Module) -> bool:
-    """Return whether the submodule `part` shares a parameter with the rest of `module`."""
     own = set(part.modules())
     rest = {p for m in module.modules() if m not in own for p in m.parameters(recurse=False)}
     return any(p in rest for p in part.parameters())

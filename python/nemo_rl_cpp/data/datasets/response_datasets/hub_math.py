@@ -96,7 +96,6 @@ class HubDataset(RawDataset):
         self.split_train_validation(split_validation_size, seed)
 
     def question_and_answer(self, row: Row) -> tuple[str, object]:
-        """Return the question and the answer of a row."""
         question, answer = (
             get(row) if callable(get) else row[get] for get in (self.source.question, self.source.answer)
         )

@@ -28,9 +28,8 @@ class CheckpointingConfig(Section):
     checkpoint_dir: Text = "results/grpo"
     """Folder of the run's checkpoints. A run with the same folder resumes from it."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """auto: resume from the newest complete checkpoint in checkpoint_dir, or start from scratch if there is none.
-    never: start from scratch, and end with an error if the folder has checkpoints. must: resume, and end with an error
-    if it has none."""
+    """auto: resume from the newest complete checkpoint in checkpoint_dir, or start from scratch. never: start from
+    scratch; checkpoints in the folder are an error. must: resume; a folder without any is an error."""
     metric_name: str | None = "val:accuracy"
     """Metric that ranks checkpoints for keep_top_k: train:NAME or val:NAME. null: newer checkpoints rank higher."""
     higher_is_better: bool = key(True, "Whether a higher value of metric_name is better.")
@@ -39,8 +38,7 @@ class CheckpointingConfig(Section):
     latest is always kept as well; other steps, such as the last of an earlier run, are then removed. null: keep all."""
     save_period: Positive = key(10, "Number of steps between checkpoints.")
     checkpoint_must_save_by: str | None = None
-    """Time limit of the run as DD:HH:MM:SS (days, hours, minutes, seconds). The run then writes a checkpoint and ends,
-    without an upload to the Hub. null: none."""
+    """Time limit as DD:HH:MM:SS, after which the run writes a checkpoint and ends, without an upload. null: none."""
     save_optimizer: bool = True
     """Write the state of the optimizer. false: a checkpoint has a quarter of the size or less, but a resumed run starts
     with new moments and a new learning-rate schedule."""

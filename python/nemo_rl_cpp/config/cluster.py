@@ -72,8 +72,7 @@ class ClusterConfig(Section):
     then repeated. Only environments whose class sets can_be_asked_again are restarted; the loss of any other ends the
     run."""
     communication_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """Timeout in seconds of a message between workers, including the wait for a slower one. With executor ray also the
-    timeout of a call to an environment."""
+    """Timeout in seconds of a message between workers, and with executor ray of a call to an environment."""
 
     def note_beside_training(self) -> None:
         """Record that rollouts overlap with training: `auto` then starts one process to train and one to generate."""

@@ -143,8 +143,7 @@ class DataConfig(Section):
 
     train: Datasets | None = key(None, "The training dataset, or a list of them.")
     validation: Datasets | None = None
-    """The validation dataset, or a list of them. null: the part held out from the training data by
-    split_validation_size, if any."""
+    """The validation dataset, or a list. null: what split_validation_size holds out of the training data, if set."""
     default: DatasetDefaults | None = section(DatasetDefaults)
     max_input_seq_length: Positive | None = None
     """Prompts of this many tokens or more are cut, and their responses are not trained on. null: no limit; in
@@ -152,8 +151,7 @@ class DataConfig(Section):
     shuffle: bool = key(True, "Shuffle the training data.")
     num_workers: Int = key(1, "Number of threads that load and prepare samples. 0: the main thread does it.", ge=0)
     use_multiple_dataloader: bool = False
-    """Use a separate data loader for each dataset. These loaders repeat their data without end, so max_num_epochs has
-    no effect: set max_num_steps."""
+    """Use a data loader for each dataset. They repeat their data without end: set max_num_steps, not max_num_epochs."""
     num_prompts_per_dataloader: Positive | None = None
     """With use_multiple_dataloader: number of prompts that a step takes from one loader. null: all of the step's."""
     custom_dataloader: str | None = None

@@ -47,8 +47,7 @@ class OnPolicyDistillationConfig(Section):
     teacher_model_by_agent_name: dict[str, str] = {}
     """Model of each teacher, by task. A task is the name of a dataset (in NeMo RL, of an agent)."""
     default_teacher_alias: str | None = None
-    """Key of teacher_model_by_agent_name whose teacher is used for tasks without their own. null: the only teacher, if
-    there is just one."""
+    """Key of teacher_model_by_agent_name for tasks without their own. null: the only teacher, if there is just one."""
     strict_agent_name_match: bool = key(False, "End the run with an error if a task has no teacher of its name.")
     non_colocated_teachers: NonColocatedTeachersConfig | None = section(NonColocatedTeachersConfig)
     full: FullDistillationConfig | None = section(FullDistillationConfig)
@@ -81,8 +80,7 @@ class TeacherConfig(Section):
     """Implementation of a teacher that the run loads. native: the C++ core. hf: transformers, which supports further
     architectures."""
     base_url: str | None = None
-    """URL of a server that scores token ids, for example http://host:8000/v1 (vLLM, or nemo-rl-cpp serve). null: the
-    run loads the teacher."""
+    """URL of a server (vLLM, nemo-rl-cpp serve) that scores token ids: http://host:8000/v1. null: the run loads it."""
     api_key_env: str | None = key(None, "Environment variable with the API key of the server. null: no key is sent.")
 
     @property
@@ -212,8 +210,7 @@ class SFTLossConfig(ClippedPGLossConfig):
     """Settings of the supervised loss on the answers in the dataset."""
 
     name: LossName = "nll"
-    """Loss. nll: the negative log-likelihood. Your own class or function is given by its dotted name, for example
-    my_module.MyLoss."""
+    """Loss. nll: the negative log-likelihood, or the dotted name of your class or function, as my_module.MyLoss."""
     reference_policy_kl_penalty: NonNegative = 0.0
 
 

@@ -24,8 +24,7 @@ class MathEnvConfig(VerifierPoolConfig):
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] | None = "hf_math_verify"
     """Implementation that compares the answer with the ground truth: the package math_verify, or DAPO's rules."""
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] | None = "math"
-    """Type of the answers: a mathematical expression, or the letter of a multiple-choice question (in English or in
-    several languages)."""
+    """Type of the answers: an expression, or the letter of a multiple-choice question (English or multilingual)."""
     stop_strings: StopStrings | None = None
     """Stop strings of a response in the next turn, in addition to those of the generation section. null: no others."""
 

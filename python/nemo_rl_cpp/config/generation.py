@@ -49,8 +49,7 @@ class VllmConfig(Section):
     http_refit_api_key_env_var: str | None = None
     """With server_url: environment variable that holds the API key of the server. Otherwise not used."""
     enable_prefix_caching: bool | None = None
-    """With python: passed to vLLM; null: vLLM's default. Otherwise not used: the native engine always computes a prompt
-    once per group."""
+    """With python: passed to vLLM; null: vLLM's default. The native engine always computes a prompt once per group."""
     env_vars: dict[str, object] | None = None
     """With python: environment variables for the vLLM server. The value null removes a variable. Otherwise not used."""
 
@@ -64,8 +63,7 @@ class ResourcesConfig(Section):
     """Settings of the workers that only generate, used if generation is not colocated: how many there are."""
 
     gpus_per_node: Positive | None = None
-    """With cluster.num_nodes 1: number of workers that only generate. With several nodes it must be null or
-    cluster.gpus_per_node."""
+    """With cluster.num_nodes 1: number of workers that only generate; otherwise null or cluster.gpus_per_node."""
     num_nodes: Positive | None = None
     """With cluster.num_nodes above 1: number of nodes whose workers only generate. With one node: null or 1."""
 
@@ -186,8 +184,7 @@ class EvalGenerationConfig(GenerationConfig):
     """Settings of generation in an evaluation, including its model and the number of prompts per batch."""
 
     model_name: Text
-    """Model: a local folder, a GGUF file, a checkpoint of a run (step_N), a packaged model, or a name on the Hugging
-    Face Hub."""
+    """Model: a folder, a GGUF file, a run's checkpoint (step_N), a packaged model, or a name on the Hub."""
     vllm_cfg: EvalVllmConfig = section(EvalVllmConfig)
     num_prompts_per_step: Int = key(-1, "Number of prompts generated in one batch. -1: all.", ge=-1)
     temperature: Temperature = key(0.0, "Sampling temperature. 0: greedy decoding.")

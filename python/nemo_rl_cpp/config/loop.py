@@ -92,11 +92,9 @@ class RewardShapingConfig(Section):
     max_response_length: Positive | None = None
     """DAPO's overlong penalty: response length in tokens at which the full penalty applies."""
     stop_properly_penalty_coef: Fraction | None = None
-    """ProRLv2's stop-properly penalty: the reward of a truncated response is multiplied by this factor from 0 to 1.
-    null: off."""
+    """ProRLv2's stop-properly penalty: factor from 0 to 1 of a truncated response's reward. null: off."""
     compose: bool = False
-    """true: apply the stop-properly penalty and then the overlong penalty. false: if stop_properly_penalty_coef is set,
-    the overlong penalty is not applied."""
+    """true: apply the stop-properly, then the overlong penalty. false: the latter only without the former."""
 
     @property
     def applies_overlong_penalty(self) -> bool:
@@ -128,8 +126,7 @@ class AsyncConfig(Section):
 
     enabled: bool = key(False, "Generate the rollouts of later steps while the current step trains.")
     max_trajectory_age_steps: Positive = 1
-    """How many steps ahead rollouts are generated. With the value A, step k trains on a batch that the weights of step
-    k - A have generated."""
+    """How many steps ahead rollouts are generated: with A, step k trains on a batch of the weights of step k - A."""
     in_flight_weight_updates: bool = False
     """Update the engines' weights once in the middle of the responses. The later tokens of a long response then come
     from weights that are one step newer. Rollouts of agents (NeMo Gym, verifiers, env.agent) have no common pause: one
@@ -194,8 +191,7 @@ class LoopConfig(OnePassLoop):
     num_prompts_per_step: Positive = key(32, "Number of prompts per step.")
     num_generations_per_prompt: Positive = key(16, "Number of responses to each prompt (G). They form a group.")
     max_rollout_turns: Positive = 1
-    """Maximum number of turns of a rollout. A turn is a response and the environment's reply. 1 for single-turn tasks
-    such as math."""
+    """Maximum number of turns of a rollout: a response and the environment's reply. 1 for tasks such as math."""
     val_start_at: Int = key(-1, "First step at which val_period applies.")
     max_val_samples: Positive | None = 256
     """Number of prompts per validation. null: all prompts of the validation data."""
@@ -207,8 +203,7 @@ class LoopConfig(OnePassLoop):
     stop_at_validation_threshold: Real | None = None
     """Value of stop_at_validation_metric at which training ends. Set both keys or neither."""
     overlong_filtering: bool = False
-    """Do not train on truncated responses. Their rewards still count in the statistics of their group, see
-    grpo.masked_reward_policy."""
+    """Do not train on truncated responses. Their rewards still count in the group, see grpo.masked_reward_policy."""
     use_dynamic_sampling: bool = False
     """Train only on groups whose rewards differ. More prompts are generated until a step has enough such groups."""
     dynamic_sampling_max_gen_batches: Positive = 10
@@ -222,8 +217,7 @@ class LoopConfig(OnePassLoop):
     skip_reference_policy_logprobs_calculation: bool = False
     """Do not load a reference model. loss_fn.reference_policy_kl_penalty must then be 0."""
     seq_logprob_error_threshold: NonNegative | None = None
-    """Do not train on a response whose mean multiplicative error between the log-probabilities of generation and
-    training is above this value. null: no limit."""
+    """Do not train on responses whose mean multiplicative log-probability error is above this value. null: no limit."""
     reward_scaling: RewardScalingConfig = section(RewardScalingConfig)
     reward_shaping: RewardShapingConfig = section(RewardShapingConfig)
 
@@ -243,8 +237,7 @@ class RolloutSamplerConfig(Section):
     max_lookahead_versions limits their age. windowed: max_staleness_versions does; NeMo RL's order then depends on
     timing."""
     max_lookahead_versions: Count = 1
-    """With in_order. Sets async_grpo.max_trajectory_age_steps (in a PPO run, async_ppo's). 0: each step generates its
-    own rollouts."""
+    """With in_order: sets async_grpo.max_trajectory_age_steps (PPO: async_ppo's). 0: each step has its own rollouts."""
     max_staleness_versions: Count = key(1, "With windowed: the same as max_lookahead_versions with in_order.")
 
 
@@ -298,8 +291,7 @@ class AdvEstimatorConfig(EstimatorConfig):
     normalize_rewards: bool = True
     """grpo, gdpo, grpo_passk: divide advantages by the standard deviation of the rewards of the group."""
     use_leave_one_out_baseline: bool = True
-    """grpo, gdpo: the baseline of a sample is the mean reward of the other samples of its group. false: the mean reward
-    of the whole group."""
+    """grpo, gdpo: the baseline is the mean reward of the group's other samples. false: of the whole group."""
     reward_weights: list[Real] | None = None
     """gdpo: weight of each reward component, in the order of the components' names. null: 1 each."""
     minus_baseline: bool = key(True, "reinforce_plus_plus: subtract the mean reward of the group before whitening.")
@@ -393,8 +385,7 @@ class PPOConfig(LoopConfig):
 
     section_name = "ppo"
     max_num_epochs: Epochs = _ENDLESS
-    """Number of passes over the data. -1: no limit. Training ends after max_num_epochs or max_num_steps, whichever
-    comes first."""
+    """Number of passes over the data, -1: no limit. Training ends here or after max_num_steps, if that is sooner."""
     max_num_steps: Positive = 100000
     val_period: Int = 20
     val_at_start: bool = True

@@ -85,8 +85,7 @@ class LoraConfig(Adapters):
     """Give every matrix of every layer an adapter, except those of experts and out_proj of Mamba-2. The LM head and the
     embedding stay frozen in any case."""
     lora_A_init: Literal["xavier", "kaiming", "uniform"] = "xavier"
-    """Distribution of the initial A: xavier (normal) or kaiming (uniform). uniform is NeMo RL's name for kaiming. B
-    starts at 0."""
+    """Distribution of the initial A: xavier (normal), or kaiming or uniform (both uniform). B starts at 0."""
 
 
 class PeftConfig(Adapters):

@@ -66,13 +66,11 @@ class ClippedPGLossConfig(Section):
     given by its dotted name, for example my_module.MyLoss; it receives the keys as `loss_config`."""
     kwargs: dict[str, object] = key({}, "Keyword arguments of your own loss.")
     reference_policy_kl_penalty: NonNegative = 0.01
-    """Weight of the KL term between the policy and the reference model (the model that the run started from). 0: no
-    reference model is loaded."""
+    """Weight of the KL term between the policy and the reference model, the initial one. 0: it is not loaded."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence per token: k1, k2 or k3."""
     kl_input_clamp_value: Real | None = key(20.0, gt=0)
-    """Clamp the log-ratio of policy and reference model to plus or minus this before computing the KL. null: off. With
-    use_kl_in_reward the limit is 20."""
+    """Clamp the log-ratio of policy and reference to plus or minus this. null: off; with use_kl_in_reward 20."""
     kl_output_clamp_value: Real | None = key(10.0, gt=0)
     """Clamp the KL of a token to plus or minus this value. null: no limit. With use_kl_in_reward the limit is 10."""
     use_kl_in_reward: bool = key(False, "Subtract the KL from the reward instead of adding it to the loss.")
@@ -80,8 +78,7 @@ class ClippedPGLossConfig(Section):
     ratio_clip_max: NonNegative = 0.2
     """The probability ratio is clipped above at 1 + ratio_clip_max. Above ratio_clip_min it is DAPO's clip-higher."""
     ratio_clip_c: Real | None = None
-    """Dual clipping: upper bound of the ratio for tokens with a negative advantage. It must be above 1, and is usually
-    3. null: off."""
+    """Dual clipping: upper bound, above 1, usually 3, of the ratio if the advantage is negative. null: off."""
     token_level_loss: bool = True
     """true: mean over all tokens of the batch. false: mean over the sequences of the mean over their tokens."""
     loss_agg_mode: (
@@ -128,8 +125,7 @@ class ClippedPGLossConfig(Section):
     vespo_lambda_neg: NonNegative = _of("vespo", 2.0)
     """vespo: lambda in exp(lambda (1 - W)) W^k, for negative advantages."""
     bypass_mode: bool = False
-    """Use the log-probabilities reported by generation as those of the old policy in the ratio. false: those that a
-    forward pass before training computes."""
+    """Use generation's log-probabilities as the old policy's in the ratio. false: those of a forward pass."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus: this times the mean entropy of the policy is subtracted from the loss. 0: off."""
     top_entropy_quantile: Fraction = key(1.0, gt=0)

@@ -68,8 +68,7 @@ class MasterConfig(Section):
         return {}
 
     sampling: ClassVar[tuple[str, GenerationConfig]]
-    """(dotted key, section) of the section that configures generation: `policy.generation`, or in an evaluation
-    `generation`."""
+    """(dotted key, section) that configures generation: `policy.generation`, or in an evaluation `generation`."""
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
@@ -114,8 +113,7 @@ class TrainMasterConfig(MasterConfig):
     algorithm: ClassVar[str]
     """The name of the training loop's section: "grpo", "ppo", "distillation" or "sft"."""
     candidates: ClassVar[int | None] = None
-    """The number of most likely tokens for which teacher and policy are compared at each position. None: they are
-    compared for the sampled token alone."""
+    """The number of most likely tokens for which teacher and policy are compared; None: the sampled token alone."""
     _fixed: frozenset[str] = PrivateAttr(frozenset())
     loss_fn: ClippedPGLossConfig = section(ClippedPGLossConfig)
     policy: PolicyConfig = key(..., "Model, training and generation.")
@@ -126,8 +124,7 @@ class TrainMasterConfig(MasterConfig):
     cluster: ClusterConfig = section(ClusterConfig)
     reward_penalties: RewardPenaltyConfig | None = section(RewardPenaltyConfig)
     async_rl: AsyncRLConfig | None = None
-    """Rollouts that overlap with training, in the form of NeMo RL's SingleController. null: see async_grpo and
-    async_ppo."""
+    """Overlapping rollouts in the form of NeMo RL's SingleController. null: see async_grpo and async_ppo."""
     data_plane: DataPlaneConfig | None = section(DataPlaneConfig)
 
     @classmethod
@@ -142,8 +139,7 @@ class TrainMasterConfig(MasterConfig):
             self._fixed = fixed
 
     fixed_by_user = property(attrgetter("_fixed"))
-    """The dotted keys that policy.memory_budget_gb must not change, because the user has set them (see
-    `rules_model.check_budget`)."""
+    """The dotted keys that the user has set, which policy.memory_budget_gb must not change (`check_budget`)."""
 
     def trained_models(self) -> dict[str, TrainedModelConfig]:
         return {"policy": self.policy}

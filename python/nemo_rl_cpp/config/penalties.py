@@ -109,8 +109,7 @@ class LengthPenaltyConfig(Section):
     verbose: bool = key(False, "Print the rewards before and after, and the lengths, of each group.")
     default: LengthPenaltyParams = section(LengthPenaltyParams)
     agent_overrides: dict[str, LengthPenaltyParams | None] | None = None
-    """Settings that differ from `default`, by task. A task is the name of a dataset (in NeMo RL, of an agent). null:
-    none."""
+    """Settings that differ from `default`, by task: the name of a dataset (in NeMo RL, of an agent). null: none."""
     profile_band: ProfileBandConfig | None = key(None, "Reward factors by length. null: none.")
 
     def bands(self) -> dict[str, ProfileBandChannel]:

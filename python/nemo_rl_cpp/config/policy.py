@@ -42,8 +42,7 @@ class TokenizerConfig(Section):
     name: str | None = None
     """Tokenizer: a local folder, or a name on the Hugging Face Hub. null: policy.model_name."""
     chat_template: str | None = "default"
-    """Chat template of the prompts. default: the tokenizer's. null: none, prompts are plain text. Otherwise a .jinja
-    file, or the template itself."""
+    """Chat template: default (the tokenizer's), a .jinja file, or a template. null: none, prompts are plain text."""
     chat_template_kwargs: dict[str, object] | None = key(None, "Arguments of the chat template. null: none.")
 
 
@@ -53,8 +52,7 @@ class TokenBudget(Section):
     train_mb_tokens: Positive | None = None
     """Maximum number of tokens in a training micro-batch. null: max_total_sequence_length * train_micro_batch_size."""
     logprob_mb_tokens: Positive | None = None
-    """Maximum number of tokens in a micro-batch of the log-probability pass. null: max_total_sequence_length *
-    logprob_batch_size."""
+    """Tokens per micro-batch of the log-probability pass. null: max_total_sequence_length * logprob_batch_size."""
 
 
 class DynamicBatchingConfig(TokenBudget):
@@ -92,8 +90,7 @@ class HfConfig(Section):
     """Settings with which transformers loads a model. Used if the section's key `backend` is hf."""
 
     attn_implementation: str | None = None
-    """transformers' name of the attention implementation: sdpa, eager, flash_attention_2, ... null: transformers
-    chooses."""
+    """transformers' attention implementation: sdpa, eager, flash_attention_2, ... null: transformers chooses."""
     trust_remote_code: bool = key(False, "Run the Python code in the model's folder (auto_map). Read the code first.")
 
 
@@ -124,8 +121,7 @@ class TrainedModelConfig(Section):
     max_total_sequence_length: Positive | None = None
     """Maximum length of a sequence (prompt and response) in tokens. null: the policy's."""
     precision: Precision = "bfloat16"
-    """Precision of the model. bfloat16: compute in bfloat16, with float32 master weights and optimizer state. float32:
-    everything in float32."""
+    """bfloat16: compute in bfloat16, with float32 master weights and optimizer state. float32: all in float32."""
     quantization: Quantization | None = None
     """With LoRA: format of the frozen matrices of the layers. q8_0 and q4_0, in llama.cpp's blocks, take 8.5 and 4.5
     bits per weight, and embedding and LM head 8.5; nf4, bitsandbytes' format, takes 5. null: they are in `precision`.
@@ -135,8 +131,7 @@ class TrainedModelConfig(Section):
     """Maximum global norm of the gradient. null or 0: no clipping. Used if dtensor_cfg.enabled is true."""
     optimizer: OptimizerConfig | None = section(OptimizerConfig)
     scheduler: Schedule | None = None
-    """List of learning-rate schedules, which follow each other. null: constant learning rate. Used if
-    dtensor_cfg.enabled is true."""
+    """List of successive learning-rate schedules. null: constant. Used if dtensor_cfg.enabled is true."""
     dtensor_cfg: DTensorConfig = section(DTensorConfig)
     megatron_cfg: MegatronConfig = section(MegatronConfig)
     gradient_blocks: Positive | None = None
@@ -269,13 +264,11 @@ class PolicyConfig(TrainedModelConfig):
     """Settings of the policy: its model, training and generation."""
 
     model_name: Text
-    """Model to train: a local folder, a GGUF file, a packaged model (smollm2-135m-instruct), tiny-random, or a name on
-    the Hugging Face Hub."""
+    """Model to train: a folder, a GGUF file, a packaged model (smollm2-135m-instruct), tiny-random, or a Hub name."""
     train_global_batch_size: Positive = 512
     """Number of samples per optimizer step. The samples of a step (prompts * responses) must be a multiple of it."""
     train_micro_batch_size: Positive = 4
-    """Number of samples in a training micro-batch. With sequence packing or dynamic batching the token budget decides
-    instead."""
+    """Samples in a training micro-batch, unless sequence packing or dynamic batching sets a token budget."""
     max_total_sequence_length: Positive = key(512, "Maximum length of a sequence (prompt and response) in tokens.")
     backend: Backend = "native"
     """Implementation that trains. native: the C++ core, for the architectures in docs/supported-models.md. hf:

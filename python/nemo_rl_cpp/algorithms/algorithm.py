@@ -26,13 +26,7 @@ from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironmen
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 from nemo_rl_cpp.models.policy.train_step import global_counts
-from nemo_rl_cpp.rollouts.batches import (
-    DatumBatch,
-    TrainBatch,
-    build_train_batch,
-    sampled_by_policy,
-    spoken_by_assistant,
-)
+from nemo_rl_cpp.rollouts import batches
 from nemo_rl_cpp.weight_sync import WeightSynchronizer
 
 # ---- supervised fine-tuning: placeholders for engine, rollouts and advantages, and its validation
@@ -56,7 +50,7 @@ class NoRefit(WeightSynchronizer):
         return {}
 
 
-def given_answers(rows: DatumBatch) -> tuple[DatumBatch, dict[str, float]]:
+def given_answers(rows: batches.DatumBatch) -> tuple[batches.DatumBatch, dict[str, float]]:
     """Return (`rows` as finished rollouts with reward 0, {}), because the conversations hold the answers."""
     rows["total_reward"] = torch.zeros(rows.size)
     rows["truncated"] = torch.zeros(rows.size, dtype=torch.bool)
@@ -70,7 +64,7 @@ class EqualAdvantages:
     # whether `generation_logprobs` stay in the batch, because the policy generated the responses
     keeps_logprobs: bool = False
 
-    def add(self, batch: TrainBatch) -> Metrics:
+    def add(self, batch: batches.TrainBatch) -> Metrics:
         batch.advantages = torch.ones(batch.num_tokens)
         if not self.keeps_logprobs:
             batch.tokens.pop("generation_logprobs", None)
@@ -94,8 +88,8 @@ class AnswerValidator(Validator):
         for number, rows in enumerate(self.loader):
             if 0 < self.loop.val_batches <= number:
                 break
-            batch = build_train_batch(
-                given_answers(rows)[0], pad_token_id=self.tokenizer.pad_token_id, is_trained=spoken_by_assistant,
+            batch = batches.build_train_batch(
+                given_answers(rows)[0], pad_token_id=self.tokenizer.pad_token_id, is_trained=batches.spoken_by_assistant,
                 divisible_by=self.policy.make_sequence_length_divisible_by,
             )  # fmt: skip
             EqualAdvantages().add(batch)
@@ -123,7 +117,7 @@ class _EstimatedAdvantages:
         self.estimator = estimator
         self._ragged = "offsets" in inspect.signature(estimator.compute_advantage).parameters
 
-    def _inputs(self, batch: TrainBatch, **of_tokens: Tensor | None) -> dict[str, Tensor | None]:
+    def _inputs(self, batch: batches.TrainBatch, **of_tokens: Tensor | None) -> dict[str, Tensor | None]:
         """Return the arguments of `compute_advantage` that every estimator takes, and the per-token tensors
         `of_tokens`: [T] if that method has a parameter `offsets`, otherwise padded to [B, S]."""
         of_tokens["mask"] = batch.valid_mask
@@ -147,7 +141,7 @@ class GroupAdvantages(_EstimatedAdvantages):
         self._voting = grpo.masked_rewards_are_out
         self._low, self._high = grpo.advantage_clip_low, grpo.advantage_clip_high
 
-    def add(self, batch: TrainBatch) -> Metrics:
+    def add(self, batch: batches.TrainBatch) -> Metrics:
         """Add `advantages` to the batch, and return the estimator's metrics."""
         reference = batch.tokens.get("reference_policy_logprobs")
         of_tokens = {"logprobs_policy": batch.old_logprobs, "logprobs_reference": reference}
@@ -168,7 +162,7 @@ class GroupAdvantages(_EstimatedAdvantages):
 class TokenAdvantages(_EstimatedAdvantages):
     """The stage that computes advantages in PPO, from the critic's values or from the raw rewards."""
 
-    def add(self, batch: TrainBatch) -> Metrics:
+    def add(self, batch: batches.TrainBatch) -> Metrics:
         """Add `advantages` and, with a critic, `returns` to the batch, and return the estimator's metrics."""
         reference = batch.tokens.get("reference_policy_logprobs")
         inputs = self._inputs(
@@ -231,14 +225,14 @@ def distillation_advantages(config: DistillationMasterConfig) -> GroupAdvantages
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "grpo": Algorithm(grpo_advantages, is_trained=sampled_by_policy, needs_tokens=False),
-    "distillation": Algorithm(distillation_advantages, is_trained=sampled_by_policy, needs_tokens=False),
+    "grpo": Algorithm(grpo_advantages, is_trained=batches.sampled_by_policy, needs_tokens=False),
+    "distillation": Algorithm(distillation_advantages, is_trained=batches.sampled_by_policy, needs_tokens=False),
     "sft": Algorithm(
-        lambda config: EqualAdvantages(), is_trained=spoken_by_assistant, needs_tokens=True, has_rollouts=False
+        lambda config: EqualAdvantages(), is_trained=batches.spoken_by_assistant, needs_tokens=True, has_rollouts=False
     ),
     "ppo": Algorithm(
         lambda config: TokenAdvantages(make_estimator("ppo", config.ppo.adv_estimator, config.loss_fn)),
-        is_trained=spoken_by_assistant,
+        is_trained=batches.spoken_by_assistant,
         needs_tokens=True,
     ),
 }

@@ -9,15 +9,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from nemo_rl_cpp.config import penalties
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.loop import RewardScalingConfig, RewardShapingConfig
-from nemo_rl_cpp.config.penalties import (
-    CHANNELS,
-    LengthPenaltyConfig,
-    LengthPenaltyParams,
-    ProfileBandChannel,
-    RewardPenaltyConfig,
-)
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType, TokenizerType
 from nemo_rl_cpp.environments.single_turn import assistant_text
 
@@ -95,7 +89,7 @@ def scale_rewards(repeated_batch: BatchT, reward_scaling_cfg: RewardScalingConfi
 
 
 def apply_length_penalty(
-    rollouts: MutableMapping[str, torch.Tensor], config: LengthPenaltyConfig, tokenizer: TokenizerType
+    rollouts: MutableMapping[str, torch.Tensor], config: penalties.LengthPenaltyConfig, tokenizer: TokenizerType
 ) -> dict[str, float]:
     """Change `total_reward` [B] by response length, within each group, and return the metrics.
 
@@ -136,8 +130,8 @@ def apply_length_penalty(
 
 
 def penalized(
-    rewards: Sequence[float], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams,
-    bands: Mapping[str, ProfileBandChannel] | None = None, too_long: float | None = None,
+    rewards: Sequence[float], lengths: Mapping[str, Sequence[int]], params: penalties.LengthPenaltyParams,
+    bands: Mapping[str, penalties.ProfileBandChannel] | None = None, too_long: float | None = None,
 ) -> list[float]:  # fmt: skip
     """Return the rewards of the G responses to one prompt, after length bonuses, length penalties and the factors of
     `bands`. Of the `rewards`, 0 does not change, and 1 becomes
@@ -158,7 +152,7 @@ def penalized(
         for i in right:
             additions[i] -= params.profiled_length_penalty * (lengths["total"][i] >= too_long)
     result = [max(0.0, reward + addition) if addition else reward for reward, addition in zip(rewards, additions)]
-    for name in CHANNELS:
+    for name in penalties.CHANNELS:
         if getattr(params, f"profile_band_{name}") and name in bands:
             for i in right:
                 result[i] *= band_factor(lengths[name][i], bands[name])
@@ -187,7 +181,7 @@ def profiled_limit(info: Mapping[str, object] | None, n_std: float, min_samples:
     return statistics.mean(passed) + n_std * deviation
 
 
-def band_factor(length: float, band: ProfileBandChannel) -> float:
+def band_factor(length: float, band: penalties.ProfileBandChannel) -> float:
     """Return the factor for a response of this length: 1 up to `band.a`, `band.f` from `band.b`, linear between."""
     if length <= band.a:
         return 1.0
@@ -196,7 +190,7 @@ def band_factor(length: float, band: ProfileBandChannel) -> float:
     return 1.0 - (length - band.a) / (band.b - band.a) * (1.0 - band.f)
 
 
-def _lengths(texts: list[str], params: LengthPenaltyParams, tokenizer: TokenizerType) -> Lengths:
+def _lengths(texts: list[str], params: penalties.LengthPenaltyParams, tokenizer: TokenizerType) -> Lengths:
     def measure(text: str) -> int:
         in_characters = params.length_type == "chars" or not text
         return len(text if in_characters else tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -216,14 +210,14 @@ def reasoning_and_answer(text: str) -> tuple[str, str]:
 
 
 def _additions(
-    right: list[int], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams, gate: bool
+    right: list[int], lengths: Mapping[str, Sequence[int]], params: penalties.LengthPenaltyParams, gate: bool
 ) -> list[float]:
     """Return for each response its length bonuses minus its length penalties. All are 0 if fewer than two are `right`
     (indices of correct responses). `gate` enables `group_*_length_penalty_coeff`."""
     additions = [0.0] * len(lengths["total"])
     if len(right) < 2:
         return additions
-    for name in CHANNELS:
+    for name in penalties.CHANNELS:
         of = lengths[name]
         some = [i for i in right if of[i] > 0]  # rewards are equal, so top_percentile keeps all correct responses
         if (bonus := getattr(params, f"{name}_bonus")) and some:
@@ -261,7 +255,7 @@ def _outliers(rows: list[int], lengths: Sequence[int], threshold: float) -> list
 
 
 def _gate_is_open(
-    right: list[int], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams, bands: Mapping[str, ProfileBandChannel]
+    right: list[int], lengths: Mapping[str, Sequence[int]], params: penalties.LengthPenaltyParams, bands: Mapping[str, penalties.ProfileBandChannel]
 ) -> bool:  # fmt: skip
     if not params.group_length_penalty_profile_gate:
         return True
@@ -277,7 +271,7 @@ def _gate_is_open(
 
 
 def apply_reward_penalties(
-    rollouts: MutableMapping[str, torch.Tensor], config: RewardPenaltyConfig, tokenizer: TokenizerType
+    rollouts: MutableMapping[str, torch.Tensor], config: penalties.RewardPenaltyConfig, tokenizer: TokenizerType
 ) -> dict[str, float]:
     """Set the rewards of conversations with a defect that `config` penalises to 0. Return the share of conversations
     with each defect, under NeMo RL's metric names. NeMo RL penalises only in NeMo Gym, we in every environment."""

@@ -15,18 +15,9 @@ from nemo_rl_cpp.argument_checks import described, in_a_line, is_iterable, names
 from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.loop import GRPOConfig, PPOConfig
 from nemo_rl_cpp.config.master import TrainMasterConfig
+from nemo_rl_cpp.data import conversation
 from nemo_rl_cpp.data.boundaries import prompt_ids
 from nemo_rl_cpp.data.chat_template import render_prompt
-from nemo_rl_cpp.data.conversation import (
-    came_through_pandas,
-    comes_from_arrow,
-    is_conversation,
-    plain,
-    prompt_of,
-    row_at,
-    tools_of,
-    without_padding,
-)
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, ListDataset
 from nemo_rl_cpp.data.datasets.files import load_dataset_from_path
 from nemo_rl_cpp.data.interfaces import DatumSpec, Message, Row, TaskDataSpec, TokenizerType
@@ -188,11 +179,13 @@ def rows_of(given: object, name: str) -> list[Row]:
     A string is one prompt, unless it is the path of a file or folder. A mapping of columns, a data frame (pandas,
     polars, pyarrow) and a `datasets.Dataset` give rows; others are iterated. Raise ValueError for an invalid prompt."""
     items, source = _items(given, name)
-    padded = comes_from_arrow(given) or any(comes_from_arrow(item) or came_through_pandas(item) for item in items)
+    padded = conversation.comes_from_arrow(given) or any(
+        conversation.comes_from_arrow(item) or conversation.came_through_pandas(item) for item in items
+    )
     rows = [_row(item, f"row {i} of {source}") for i, item in enumerate(items)]
     if not rows:
         raise ValueError(f"{source} is empty: {FORMS}")
-    return [without_padding(row) for row in rows] if padded else rows
+    return [conversation.without_padding(row) for row in rows] if padded else rows
 
 
 def _items(given: object, name: str) -> tuple[list[object], str]:
@@ -214,7 +207,7 @@ def _items(given: object, name: str) -> tuple[list[object], str]:
         order = "; the order of arguments is model, prompts, reward_funcs" if callable(given) else ""
         raise ValueError(f"{name} is {described(given)}: {FORMS}{order}")
     items = list(given)
-    return ([items] if is_conversation(items) else items), name
+    return ([items] if conversation.is_conversation(items) else items), name
 
 
 def _is_path(text: str, name: str) -> bool:
@@ -236,7 +229,7 @@ def _read(path: str, name: str) -> tuple[list[object], str]:
         why = " ".join(str(error).split())
         hint = "(if it is a prompt, give it in a list)"
         raise ValueError(f"{name} is the path {in_a_line(path, 200)} {hint}, which cannot be read: {why}") from None
-    rows = [row_at(found, i) for i in range(len(found))]
+    rows = [conversation.row_at(found, i) for i in range(len(found))]
     if path.lower().endswith(".txt"):  # each line is a prompt
         rows = [{"prompt": row["text"]} if set(row) == {"text"} else row for row in rows]
     return rows, f"{name} ({path})"
@@ -245,7 +238,7 @@ def _read(path: str, name: str) -> tuple[list[object], str]:
 def _from_columns(given: Mapping[str, object], name: str) -> list[object]:
     if "prompt" not in given:
         raise ValueError(f"{name} is a mapping without the key 'prompt', it has {names_of(given)}: {FORMS}")
-    if isinstance(given["prompt"], str) or is_conversation(plain(given["prompt"])):
+    if isinstance(given["prompt"], str) or conversation.is_conversation(conversation.plain(given["prompt"])):
         return [given]  # one row
     lengths = {
         key: len(value) if hasattr(value, "__len__") and not isinstance(value, (str, Mapping)) else described(value)
@@ -262,8 +255,8 @@ def _row(item: object, where: str) -> Row:
         item = item._asdict()
     elif hasattr(item, "iloc") and all(isinstance(key, str) for key in item.index):  # a row of DataFrame.iterrows
         item = item.to_dict()
-    row = plain(item)
-    if isinstance(row, str) or is_conversation(row):
+    row = conversation.plain(item)
+    if isinstance(row, str) or conversation.is_conversation(row):
         row = {"prompt": row}
     if not isinstance(row, dict):
         raise ValueError(
@@ -278,7 +271,7 @@ def _row(item: object, where: str) -> Row:
     taken = next((key for key in _RESERVED if key in row), None)
     if taken is not None:
         raise ValueError(f"{where} has the key {taken!r}, under which reward functions get something else: rename it")
-    prompt_of(row["prompt"], where)
+    conversation.prompt_of(row["prompt"], where)
     return row
 
 
@@ -291,11 +284,11 @@ def dataset_of(
     """Return the rows as a data set. Raise ValueError for the first prompt that the chat template rejects, or that
     leaves no room for a response within `limit` tokens. `name` and `limit_name` name prompt and limit in messages."""
     for i, row in enumerate(rows):
-        prompt = prompt_of(row["prompt"], f"{name} {i}")
+        prompt = conversation.prompt_of(row["prompt"], f"{name} {i}")
         if isinstance(prompt, str) and len(prompt.encode()) < limit // 2:  # a token is at least one byte, except BOS
             continue
         try:
-            length = len(prompt_message(prompt, tokenizer, tools_of(row))["token_ids"])
+            length = len(prompt_message(prompt, tokenizer, conversation.tools_of(row))["token_ids"])
         except ValueError as error:
             raise ValueError(f"{name} {i}: {error}") from error
         if length >= limit:
@@ -314,7 +307,9 @@ def prompt_message(prompt: Prompt, tokenizer: TokenizerType, tools: list[dict[st
 def _processor(
     row: Row, spec: TaskDataSpec, tokenizer: TokenizerType, max_seq_length: int | None, idx: int
 ) -> DatumSpec:
-    message = prompt_message(prompt_of(row["prompt"], f"prompt {idx}"), tokenizer, tools_of(row))
+    message = prompt_message(
+        conversation.prompt_of(row["prompt"], f"prompt {idx}"), tokenizer, conversation.tools_of(row)
+    )
     return DatumSpec(
         message_log=[message],
         length=len(message["token_ids"]),

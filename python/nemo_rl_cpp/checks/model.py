@@ -18,15 +18,7 @@ from nemo_rl_cpp.config.rules_model import balance_wanted
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS as TINY_TOKENS
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.errors import Finding, note_as_said
-from nemo_rl_cpp.hub.sources import (
-    TINY_RANDOM,
-    SourceError,
-    check_is_no_file,
-    find_policy_weights,
-    is_cached,
-    local_folder,
-    nearest_model,
-)
+from nemo_rl_cpp.hub import sources
 from nemo_rl_cpp.models import memory
 from nemo_rl_cpp.models.hf_config import check_length, read_config_file
 from nemo_rl_cpp.models.memory import size_text
@@ -74,7 +66,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 def _check_use(use: _Use) -> Iterator[Finding]:
     try:
         folder = yield from (_check_hf if use.backend == "hf" else _check_model)(use)
-    except (SourceError, OSError) as error:
+    except (sources.SourceError, OSError) as error:
         yield Finding("error", use.key, f"is {use.name}: {error}")
         if use.tokenizer == use.name:  # what the tokenizer lacks follows from it
             return
@@ -90,7 +82,7 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
     """Yield a `_Use` for each model that the run reads; not the reference model, which has the policy's weights."""
     if not isinstance(config, TrainMasterConfig):
         given, engine = config.generation.model_name, config.generation.vllm_cfg
-        name = find_policy_weights(given)
+        name = sources.find_policy_weights(given)
         length = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
         tokenizer = name if config.tokenizer.name in (None, given) else config.tokenizer.name
         backend, length_key = config.generation.backend, "generation.vllm_cfg.max_model_len"
@@ -115,7 +107,7 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
 def _check_model(use: _Use) -> Iterator[Finding]:
     """Yield problems with a native model; return its description, None if its files are not on this machine."""
     fields = {"value_head": use.value_head, "max_length": use.length}
-    if use.name == TINY_RANDOM:
+    if use.name == sources.TINY_RANDOM:
         folder = tiny_random(use.overrides, **fields)
     else:
         path = yield from _whole_folder(use)
@@ -138,7 +130,7 @@ def _check_model(use: _Use) -> Iterator[Finding]:
 
 def _check_hf(use: _Use) -> Iterator[Finding]:
     """Yield a problem if sequences are longer than a transformers model supports."""
-    path = None if use.name == TINY_RANDOM else (yield from _whole_folder(use))
+    path = None if use.name == sources.TINY_RANDOM else (yield from _whole_folder(use))
     if path is None:
         return
     config = {**read_config_file(path), **(use.overrides or {})}
@@ -151,15 +143,15 @@ def _check_hf(use: _Use) -> Iterator[Finding]:
 
 def _whole_folder(use: _Use) -> Iterator[Finding]:
     """Yield problems with a model's name; return its folder, or None if files must be downloaded first."""
-    path = local_folder(use.name)
+    path = sources.local_folder(use.name)
     if path is None:
         yield from _check_name(use)
         return None
-    if is_cached(path):
+    if sources.is_cached(path):
         try:
             if not (path / "config.json").is_file() or not weight_files(path):
                 return None
-        except SourceError:
+        except sources.SourceError:
             return None
     return path
 
@@ -167,11 +159,11 @@ def _whole_folder(use: _Use) -> Iterator[Finding]:
 def _check_name(use: _Use) -> Iterator[Finding]:
     """Yield a problem if no model on the Hub can have this name, or if a model on this machine has a similar one."""
     try:
-        check_is_no_file(use.name, use.key)
-    except SourceError as error:
+        sources.check_is_no_file(use.name, use.key)
+    except sources.SourceError as error:
         yield Finding("error", "", str(error))
         return
-    near = nearest_model(use.name)
+    near = sources.nearest_model(use.name)
     if near is not None and near.lower() != use.name.lower():
         level = "warning" if "/" in use.name else "error"  # Hub models have an organisation
         yield Finding(level, use.key, f"is {use.name!r}, of which there is no folder here; did you mean {near}?")
@@ -180,9 +172,9 @@ def _check_name(use: _Use) -> Iterator[Finding]:
 def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
     """Yield problems with adapters that PEFT cannot load or that select no layer."""
     key = model.lora_key(section)
-    if model.lora is not None and model.model_name == TINY_RANDOM:
+    if model.lora is not None and model.model_name == sources.TINY_RANDOM:
         yield Finding(
-            "warning", f"{key}.enabled", f"is true, and {TINY_RANDOM} is in no folder that PEFT could load: the saved "
+            "warning", f"{key}.enabled", f"is true, and {sources.TINY_RANDOM} is in no folder that PEFT could load: the saved "
             "adapter names no base, so use the merged model, in whose folder it lies"
         )  # fmt: skip
     sizes = None if model.lora is None else model_sizes(model.model_name, model.hf_config_overrides)
@@ -210,13 +202,13 @@ def _check_balance(section: str, model: TrainedModelConfig) -> Iterator[Finding]
 
 def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]:
     name = use.tokenizer
-    if name == TINY_RANDOM:
+    if name == sources.TINY_RANDOM:
         largest, count = len(TINY_TOKENS) - 1, len(TINY_TOKENS)
     else:
-        path = folder.path if folder is not None and name == use.name else local_folder(name)
+        path = folder.path if folder is not None and name == use.name else sources.local_folder(name)
         if path is None and name != use.name:
             yield from _check_name(use._replace(key=use.tokenizer_key, name=name))
-        if path is None or (is_cached(path) and not (path / "tokenizer.json").is_file()):
+        if path is None or (sources.is_cached(path) and not (path / "tokenizer.json").is_file()):
             return
         try:
             largest, count = _vocabulary(path)
@@ -238,7 +230,7 @@ def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]
             "error", use.tokenizer_key, f"is {name}, whose tokens have ids up to {largest}, but the model {use.name} has a vocabulary of {size}: "
             "use the tokenizer of that model"
         )  # fmt: skip
-    elif count < _MUCH_SMALLER * size and use.name != TINY_RANDOM:
+    elif count < _MUCH_SMALLER * size and use.name != sources.TINY_RANDOM:
         yield Finding(
             "warning", use.tokenizer_key, f"is {name}, which has {count} tokens, while the model {use.name} has a vocabulary of {size}: "
             "is it the tokenizer of that model?"

@@ -7,14 +7,9 @@ from pathlib import Path
 from nemo_rl_cpp.config.data import QUICK_DATASETS
 from nemo_rl_cpp.config.master import WholeConfig
 from nemo_rl_cpp.data.conversation import row_at
+from nemo_rl_cpp.data.datasets import response_datasets
 from nemo_rl_cpp.data.datasets.files import is_local
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
-from nemo_rl_cpp.data.datasets.response_datasets import (
-    DATASET_REGISTRY,
-    check_types,
-    load_eval_dataset,
-    load_response_dataset,
-)
 from nemo_rl_cpp.data.processors import PROCESSOR_REGISTRY, PROMPT_MAKERS
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.environments.response_data import Limits, inspect_rows
@@ -33,7 +28,7 @@ def check_rows(
         if not _is_quick(section):
             _check_unread(section)
             return None
-        raw = (load_eval_dataset if evaluation else load_response_dataset)(section)
+        raw = (response_datasets.load_eval_dataset if evaluation else response_datasets.load_response_dataset)(section)
     except (ValueError, OSError) as error:
         yield Finding("error", where, str(error).removeprefix("data: "))
         return None
@@ -67,9 +62,9 @@ def _is_quick(section: dict[str, object]) -> bool:
 
 def _check_unread(section: dict[str, object]) -> None:
     """Check the keys and the prompt file of a data set whose rows are not checked. Raise ValueError if one is invalid."""
-    cls = DATASET_REGISTRY.get(section.get("dataset_name", ""))
+    cls = response_datasets.DATASET_REGISTRY.get(section.get("dataset_name", ""))
     if cls is not None:
-        check_types(section, cls)
+        response_datasets.check_types(section, cls)
     name = section.get("processor") or getattr(cls, "default_processor", None)
     if cls is not None and name in PROCESSOR_REGISTRY:  # the program that starts the run may register more names
         raw = RawDataset()
@@ -81,7 +76,7 @@ def _check_unread(section: dict[str, object]) -> None:
 def lengths_of(section: dict[str, object], tokenizer: Tokenizer) -> list[tuple[int, int]] | None:
     """Return (tokens of the prompt, tokens of an answer in it) of up to 64 evenly spaced rows. Return None if the data
     set cannot be read quickly, or if code of the user makes its prompts."""
-    raw = load_response_dataset(section) if _is_quick(section) else None
+    raw = response_datasets.load_response_dataset(section) if _is_quick(section) else None
     make = None if raw is None else PROMPT_MAKERS.get(raw.processor)
     if make is None:
         return None

@@ -14,18 +14,11 @@ from pydantic_core import ErrorDetails
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.errors import keep_out_of_files, short_path
 
+from . import master
 from .access import mapped, plain
 from .base import Section, additions, check_marks, field_name, mistakes, section_at, walk
 from .env import environment_sections
 from .errors import KINDS, ConfigError, Problem, Report, dotted_key, explained, sentence, unknown_key
-from .master import (
-    DistillationMasterConfig,
-    EvalMasterConfig,
-    GRPOMasterConfig,
-    MasterConfig,
-    PPOMasterConfig,
-    SFTMasterConfig,
-)
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _RENAMED = {"grpo.yaml": "grpo_math_1B.yaml", "ppo.yaml": "ppo_math_1B_megatron.yaml"}
@@ -144,7 +137,7 @@ class GivenValues:
             positions[key] = self._places[key]
 
 
-Master = TypeVar("Master", bound=MasterConfig)
+Master = TypeVar("Master", bound=master.MasterConfig)
 Part = TypeVar("Part", bound=Section)
 
 
@@ -172,11 +165,11 @@ def _loader(kind: str, model: type[Master]) -> Callable[..., Master]:
     return load
 
 
-load_grpo_config = _loader("grpo", GRPOMasterConfig)
-load_ppo_config = _loader("ppo", PPOMasterConfig)
-load_distillation_config = _loader("distillation", DistillationMasterConfig)
-load_sft_config = _loader("sft", SFTMasterConfig)
-load_eval_config = _loader("eval", EvalMasterConfig)
+load_grpo_config = _loader("grpo", master.GRPOMasterConfig)
+load_ppo_config = _loader("ppo", master.PPOMasterConfig)
+load_distillation_config = _loader("distillation", master.DistillationMasterConfig)
+load_sft_config = _loader("sft", master.SFTMasterConfig)
+load_eval_config = _loader("eval", master.EvalMasterConfig)
 LOADERS = dict(
     grpo=load_grpo_config, ppo=load_ppo_config, distillation=load_distillation_config, sft=load_sft_config,
     eval=load_eval_config,
@@ -298,7 +291,7 @@ def _validate(data: dict[str, object], model: type[Master], report: Report) -> M
 
 
 def _validate_part(
-    data: dict[str, object], part: type[Part], prefix: tuple[str, ...], model: type[MasterConfig], report: Report
+    data: dict[str, object], part: type[Part], prefix: tuple[str, ...], model: type[master.MasterConfig], report: Report
 ) -> Part | None:
     first = True
     for _ in range(4):  # a repair may reveal another mistake, at most one per level of nesting

@@ -9,15 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tokenizers import Tokenizer as Backend
 
+from nemo_rl_cpp.data import tokenizer_settings
 from nemo_rl_cpp.data.boundaries import named_ends
-from nemo_rl_cpp.data.tokenizer_settings import (
-    SpecialTokens,
-    class_name,
-    obey_settings,
-    read_json,
-    read_settings,
-    write_settings,
-)
 from nemo_rl_cpp.hub.sources import TOKENIZER_FILES, resolve_model
 
 if TYPE_CHECKING:
@@ -47,7 +40,7 @@ def _as_ids(ids: int | Iterable[int] | torch.Tensor) -> list[int]:
     return [ids] if isinstance(ids, int) else [int(i) for i in ids]
 
 
-class Tokenizer(SpecialTokens):
+class Tokenizer(tokenizer_settings.SpecialTokens):
     """A tokenizer, which converts text to token ids and back. `from_pretrained` loads one.
 
     Args:
@@ -70,7 +63,7 @@ class Tokenizer(SpecialTokens):
         # padding and truncation in a tokenizer.json are left over from a training script
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        obey_settings(tokenizer, self.init_kwargs)
+        tokenizer_settings.obey_settings(tokenizer, self.init_kwargs)
         self.chat_template_kwargs: dict[str, object] = {}
 
     # -- folders -----------------------------------------------------------------------------------------------------
@@ -89,9 +82,9 @@ class Tokenizer(SpecialTokens):
                 + (f", and set {section}.name to that folder" if section else "")
             )
         backend = Backend.from_file(str(file))
-        settings = read_settings(folder, backend.get_added_tokens_decoder().keys())
-        config = read_json(folder / "config.json")
-        if "add_prefix_space" in settings and (name := class_name(settings, config)):
+        settings = tokenizer_settings.read_settings(folder, backend.get_added_tokens_decoder().keys())
+        config = tokenizer_settings.read_json(folder / "config.json")
+        if "add_prefix_space" in settings and (name := tokenizer_settings.class_name(settings, config)):
             settings["tokenizer_class"] = name  # so that a saved copy has the same ids without config.json
         tokenizer = cls(backend, settings, name_or_path=str(name_or_path), eos_token_ids=named_ends(folder, config))
         tokenizer.section = section
@@ -108,7 +101,9 @@ class Tokenizer(SpecialTokens):
         if template is not None:
             several = isinstance(template, Mapping)
             config["chat_template"] = [{"name": k, "template": v} for k, v in template.items()] if several else template
-        write_settings(target, config, {k: v for k, v in self._named.items() if v is not None}, self._additional)
+        tokenizer_settings.write_settings(
+            target, config, {k: v for k, v in self._named.items() if v is not None}, self._additional
+        )
 
     # -- chat template -------------------------------------------------------------------------------------------------
 

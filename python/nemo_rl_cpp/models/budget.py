@@ -9,15 +9,7 @@ from collections.abc import Iterator
 from nemo_rl_cpp.config.errors import ConfigError, Problem
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import MEMORY_BUDGET
-from nemo_rl_cpp.models.memory import (
-    Phase,
-    forecast,
-    kept_activations_bytes,
-    least_cache_bytes,
-    micro_batch_tokens,
-    size_text,
-    with_known_sizes,
-)
+from nemo_rl_cpp.models import memory
 from nemo_rl_cpp.models.model_sizes import model_sizes
 
 _KEEP_ALL = 1e9  # GB
@@ -36,7 +28,7 @@ def within_budget(config: WholeConfig) -> WholeConfig:
         return config
     budget, peak, chosen = config.policy.memory_budget_gb * 1e9, None, config
     for chosen in _choices(config):
-        phases = forecast(with_known_sizes(chosen))
+        phases = memory.forecast(memory.with_known_sizes(chosen))
         if phases is None:
             text = f"needs the sizes of {config.policy.model_name}, which are not on this machine: download it first, or leave this out"
             raise ConfigError([Problem(config.positions.get(MEMORY_BUDGET, ""), MEMORY_BUDGET, text)])
@@ -53,16 +45,16 @@ def budget_text(config: TrainMasterConfig) -> str | None:
 
 
 def _settings_text(config: TrainMasterConfig) -> str:
-    policy, sized = config.policy, with_known_sizes(config)
-    samples = micro_batch_tokens(policy, "train") // policy.max_total_sequence_length
-    parts = {name: size for phase in forecast(sized) or () for name, size in phase.parts}
+    policy, sized = config.policy, memory.with_known_sizes(config)
+    samples = memory.micro_batch_tokens(policy, "train") // policy.max_total_sequence_length
+    parts = {name: size for phase in memory.forecast(sized) or () for name, size in phase.parts}
     kept, cache = parts.get("kept activations", 0.0), parts.get("KV cache")
     texts = [
         f"micro-batches of {samples} {'sample' if samples == 1 else 'samples'}",
         "activation checkpointing" if policy.activation_checkpointing else "no activation checkpointing",
-        f"{size_text(kept)} of kept activations" if kept else "no kept activations",
+        f"{memory.size_text(kept)} of kept activations" if kept else "no kept activations",
     ]
-    return ", ".join(texts + ([] if cache is None else [f"a KV cache of {size_text(cache)}"]))
+    return ", ".join(texts + ([] if cache is None else [f"a KV cache of {memory.size_text(cache)}"]))
 
 
 def _choices(config: TrainMasterConfig) -> Iterator[TrainMasterConfig]:
@@ -85,7 +77,7 @@ def _micro_batches(config: TrainMasterConfig) -> Iterator[int | None]:
     yield None
     batch = "sequence_packing" if config.policy.sequence_packing.enabled else "dynamic_batching"
     if not config.fixed_by_user & {"policy.train_micro_batch_size", f"policy.{batch}.train_mb_tokens"}:
-        samples = micro_batch_tokens(config.policy, "train") // config.policy.max_total_sequence_length
+        samples = memory.micro_batch_tokens(config.policy, "train") // config.policy.max_total_sequence_length
         while samples > 1:
             samples //= 2
             yield samples
@@ -103,13 +95,15 @@ def _kept_sizes(config: TrainMasterConfig, recomputes: bool) -> list[float | Non
 
 def _cache_sizes(config: TrainMasterConfig) -> Iterator[float | None]:
     """Yield values of policy.generation.kv_cache_gb to try: the configured one, then halves, down to one sequence's."""
-    policy = with_known_sizes(config).policy
+    policy = memory.with_known_sizes(config).policy
     yield policy.generation.kv_cache_gb
     sizes = model_sizes(policy.model_name, policy.hf_config_overrides)
     if "policy.generation.kv_cache_gb" in config.fixed_by_user or config.algorithm == "sft" or sizes is None:
         return
-    least = least_cache_bytes(policy, sizes)
-    size = dict(part for phase in forecast(with_known_sizes(config)) for part in phase.parts)["KV cache"] / 2
+    least = memory.least_cache_bytes(policy, sizes)
+    size = (
+        dict(part for phase in memory.forecast(memory.with_known_sizes(config)) for part in phase.parts)["KV cache"] / 2
+    )
     while size > least:
         yield size / 1e9
         size /= 2
@@ -139,14 +133,14 @@ def _with(
             changed[name] = section.model_copy(update={"train_mb_tokens": tokens, "logprob_mb_tokens": scored})
     made = config.model_copy(update={"policy": policy.model_copy(update=changed)})
     if kept == _KEEP_ALL:
-        policy = with_known_sizes(made).policy
+        policy = memory.with_known_sizes(made).policy
         sizes = model_sizes(policy.model_name, policy.hf_config_overrides)
-        need = 0.0 if sizes is None else kept_activations_bytes(made, sizes)
+        need = 0.0 if sizes is None else memory.kept_activations_bytes(made, sizes)
         made.policy.__dict__["kept_activations_gb"] = math.ceil(need / 1e6) / 1e3
     return made
 
 
-def _too_small(least: TrainMasterConfig, peak: Phase) -> str:
+def _too_small(least: TrainMasterConfig, peak: memory.Phase) -> str:
     """Return the error message for a budget that no choice fits; `peak` is the largest phase of the `least` one."""
     largest, size = max(peak.parts, key=lambda part: part[1])
     need = peak.total + _UNCOUNTED
@@ -156,6 +150,6 @@ def _too_small(least: TrainMasterConfig, peak: Phase) -> str:
     smaller = "train adapters (policy.dtensor_cfg.lora_cfg.enabled) of quantised weights (policy.quantization)"
     remedy = "or take a smaller model" if least.policy.quantization else f"{smaller}, or take a smaller model"
     return (
-        f"is {least.policy.memory_budget_gb:g}, but this run needs {size_text(need)} with {_settings_text(least)}{kept}; the largest part "
-        f"is {largest}, {size_text(size)}, in {peak.name}: set it to {math.ceil(need / 1e8) / 10:g} or more, {remedy}"
+        f"is {least.policy.memory_budget_gb:g}, but this run needs {memory.size_text(need)} with {_settings_text(least)}{kept}; the largest part "
+        f"is {largest}, {memory.size_text(size)}, in {peak.name}: set it to {math.ceil(need / 1e8) / 10:g} or more, {remedy}"
     )

@@ -22,24 +22,13 @@ from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, findable_name, published_name
+from nemo_rl_cpp.models import weight_files
 from nemo_rl_cpp.models.hf_config import read_config_file
 from nemo_rl_cpp.models.model_folder import ModelFolder
 from nemo_rl_cpp.models.model_sizes import ModelSizes
 from nemo_rl_cpp.models.nemotron_h import module_name, our_name
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.qwen3_next import PARTS, fused_module, is_fused, joined_adapters, split_adapters
-from nemo_rl_cpp.models.weight_files import (
-    ADAPTER,
-    BASE_FILE,
-    CONFIG_FILE,
-    LORA_A,
-    LORA_B,
-    PREFIX,
-    WEIGHTS_FILE,
-    adapted_modules_of,
-    alternates_in_peft,
-    name_in_text_model,
-)
 from nemo_rl_cpp.models.weights import Slices, lora_b_for_peft, lora_b_from_peft, named_views, own_part
 
 # larger than any seed, so that adapters and the weights of a random base model are drawn from different seeds
@@ -48,9 +37,9 @@ _STREAM = 2**32
 
 def remove_adapter(weights: Path) -> None:
     """Remove an adapter that `Lora.save` wrote from `weights`, where weights without adapters will be saved."""
-    folder = weights / ADAPTER
-    if (folder / BASE_FILE).is_file():  # otherwise a different program wrote it
-        for name in (CONFIG_FILE, WEIGHTS_FILE, BASE_FILE):
+    folder = weights / weight_files.ADAPTER
+    if (folder / weight_files.BASE_FILE).is_file():  # otherwise a different program wrote it
+        for name in (weight_files.CONFIG_FILE, weight_files.WEIGHTS_FILE, weight_files.BASE_FILE):
             (folder / name).unlink(missing_ok=True)
         if not any(folder.iterdir()):
             folder.rmdir()
@@ -139,9 +128,9 @@ class Lora:
         specs = model.trained_layout.specs
         views = named_views(specs, model.masters)
         for spec in specs:
-            if spec.name.endswith(LORA_A):
+            if spec.name.endswith(weight_files.LORA_A):
                 views[spec.name].copy_(own_part(spec, self._drawn(spec.whole, generator)))
-            elif spec.name.endswith(LORA_B):
+            elif spec.name.endswith(weight_files.LORA_B):
                 views[spec.name].zero_()
         model.masters_changed()
 
@@ -156,7 +145,7 @@ class Lora:
 
     def save(self, weights: Path, layout: C.ParameterLayout, masters: Tensor) -> None:
         """Write the adapter in PEFT's format below `weights`. `masters` has its float32 weights, unsliced."""
-        folder = weights / ADAPTER
+        folder = weights / weight_files.ADAPTER
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {}
         for name, view in named_views(layout.specs, masters).items():
@@ -166,23 +155,29 @@ class Lora:
         if is_fused(self.folder.config):
             tensors = joined_adapters(tensors, self.folder.config, self.settings.dim)
         if self._is_text_of_images:
-            tensors = {PREFIX + _among_images(name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}
-        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        (folder / CONFIG_FILE).write_text(json.dumps(self.peft_config(), indent=2, sort_keys=True) + "\n")
+            tensors = {
+                weight_files.PREFIX + _among_images(name.removeprefix(weight_files.PREFIX)): tensor
+                for name, tensor in tensors.items()
+            }
+        save_file(tensors, folder / weight_files.WEIGHTS_FILE, metadata={"format": "pt"})
+        (folder / weight_files.CONFIG_FILE).write_text(json.dumps(self.peft_config(), indent=2, sort_keys=True) + "\n")
         base = {"digest": self.base_digest}
         if (format := self.folder.quantization) is not None:  # base weights are not saved, so a reader needs the source
             base |= {"model_name": self.base, "seed": self.folder.seed, "quantization": format}
-        (folder / BASE_FILE).write_text(json.dumps(base) + "\n")
+        (folder / weight_files.BASE_FILE).write_text(json.dumps(base) + "\n")
 
     def _parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (name in PEFT's file, tensor) for a tensor of the adapter; modules share the A of a joined one."""
         name = name if self.layers.mlps is None else module_name(name)
         module, _, matrix = name.rpartition(".lora_")
         if module not in self.joined:
-            yield PREFIX + name, tensor
+            yield weight_files.PREFIX + name, tensor
         begin = 0
         for part, rows in self.joined.get(module, ()):
-            yield f"{PREFIX}{part}.lora_{matrix}", tensor.narrow(1, begin, rows) if name.endswith(LORA_B) else tensor
+            yield (
+                f"{weight_files.PREFIX}{part}.lora_{matrix}",
+                tensor.narrow(1, begin, rows) if name.endswith(weight_files.LORA_B) else tensor,
+            )
             begin += rows
 
     @cached_property
@@ -197,10 +192,10 @@ class Lora:
         return [part for module in self.modules for part, _ in self.joined.get(module, ((module, 0),))]
 
     def _converted(self, convert: Callable[[Tensor, int, bool], Tensor], name: str, tensor: Tensor) -> Tensor:
-        if not name.endswith(LORA_B):
+        if not name.endswith(weight_files.LORA_B):
             return tensor
         is_gpt_oss = self.folder.config["model_type"] == "gpt_oss"
-        return convert(tensor, self.settings.dim, alternates_in_peft(name, is_gpt_oss))
+        return convert(tensor, self.settings.dim, weight_files.alternates_in_peft(name, is_gpt_oss))
 
     def peft_config(self) -> dict[str, Plain]:
         return {
@@ -261,17 +256,22 @@ class Lora:
 
     def load(self, weights: Path, model: C.DecoderModel) -> None:
         """Load an adapter that `save` wrote. Raise ValueError if it is missing or does not fit settings or base."""
-        folder = weights / ADAPTER
-        if not (folder / WEIGHTS_FILE).is_file():
+        folder = weights / weight_files.ADAPTER
+        if not (folder / weight_files.WEIGHTS_FILE).is_file():
             raise ValueError(
                 f"{weights} holds no adapter, so a run saved it that trains all weights: set {self.key}.enabled=false, or name "
                 f"it by {self.section}.model_name to begin adapters of it"
             )
         specs = model.trained_layout.specs
         views = named_views(specs, model.masters)
-        saved = {PREFIX + name_in_text_model(name): t for name, t in load_file(folder / WEIGHTS_FILE).items()}
+        saved = {
+            weight_files.PREFIX + weight_files.name_in_text_model(name): t
+            for name, t in load_file(folder / weight_files.WEIGHTS_FILE).items()
+        }
         if is_fused(self.folder.config):
-            saved = split_adapters(saved, self.folder.config, json.loads((folder / CONFIG_FILE).read_text())["r"])
+            saved = split_adapters(
+                saved, self.folder.config, json.loads((folder / weight_files.CONFIG_FILE).read_text())["r"]
+            )
         self._check_saved(folder, list(saved))
         for spec in specs:
             for name, part in self._parts(spec.name, views[spec.name]):
@@ -280,18 +280,18 @@ class Lora:
 
     def _check_saved(self, folder: Path, names: list[str]) -> None:
         key = self.key
-        saved = json.loads((folder / CONFIG_FILE).read_text())
+        saved = json.loads((folder / weight_files.CONFIG_FILE).read_text())
         before = {"dim": saved.get("r"), "alpha": saved.get("lora_alpha"), "use_rslora": saved.get("use_rslora", False)}
         for name, value in before.items():
             if (now := getattr(self.settings, name)) != value:
                 raise ValueError(f"{key}.{name} is {now}, but the adapter in {folder} has {value}: set it back")
-        modules = adapted_modules_of(names)
+        modules = weight_files.adapted_modules_of(names)
         if set(modules) != set(self._peft_modules):
             raise ValueError(
                 f"{key}.target_modules means {len(self._peft_modules)} matrices, the adapter in {folder} has {len(modules)}, and they are not the same: "
                 "name those of the run that saved it"
             )
-        digest = json.loads((folder / BASE_FILE).read_text())["digest"]
+        digest = json.loads((folder / weight_files.BASE_FILE).read_text())["digest"]
         if digest and self.base_digest and digest != self.base_digest:
             raise ValueError(
                 f"{self.section}.model_name is {self.base}, whose weights (digest {self.base_digest}) are not those that the adapter in {folder} is for "

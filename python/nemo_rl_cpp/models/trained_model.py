@@ -29,16 +29,8 @@ from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.lora import Lora, remove_adapter
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder, say_once
+from nemo_rl_cpp.models.policy import train_step
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
-from nemo_rl_cpp.models.policy.train_step import (
-    GlobalBatchResult,
-    Loss,
-    MicroBatchRunner,
-    NonFiniteError,
-    Scoring,
-    evaluate_value_loss,
-    without_removed_tokens,
-)
 from nemo_rl_cpp.models.policy.updates import Updates, create_schedule
 from nemo_rl_cpp.models.weights import Slices, buffers, load_weights, named_views, save_config, save_weights
 
@@ -223,7 +215,7 @@ class TrainedModel:
         )  # fmt: skip
 
     def _score(
-        self, model: C.DecoderModel, batch: RaggedBatch, scoring: Scoring = Scoring(), rows: list[int] | None = None,
+        self, model: C.DecoderModel, batch: RaggedBatch, scoring: train_step.Scoring = train_step.Scoring(), rows: list[int] | None = None,
         entropies: bool = False,
     ) -> Tensor:  # fmt: skip
         """Return the log-probability (or critic's value) of each token to score, [T]; 0 at all other tokens. Each rank
@@ -241,7 +233,7 @@ class TrainedModel:
                                 top_p=scoring.top_p, top_k=scoring.top_k, entropy=entropy)  # fmt: skip
         if entropy is not None:
             return self.ranks.whole(entropy)
-        return self.ranks.whole(without_removed_tokens(out)[0] if scoring.filters else out)
+        return self.ranks.whole(train_step.without_removed_tokens(out)[0] if scoring.filters else out)
 
     def _score_candidates(
         self, model: C.DecoderModel, batch: RaggedBatch, temperature: float, k: int
@@ -262,9 +254,11 @@ class TrainedModel:
                 trainer.forward(*common, False, False, logprobs)
         return self.ranks.whole(ids) if given is None else ids, self.ranks.whole(logprobs)
 
-    def _runner(self, loss_fn: Loss, mbs: int | None, scoring: Scoring = Scoring()) -> MicroBatchRunner:
-        evaluate = evaluate_value_loss if self.value_head else None
-        return MicroBatchRunner(
+    def _runner(
+        self, loss_fn: train_step.Loss, mbs: int | None, scoring: train_step.Scoring = train_step.Scoring()
+    ) -> train_step.MicroBatchRunner:
+        evaluate = train_step.evaluate_value_loss if self.value_head else None
+        return train_step.MicroBatchRunner(
             self.trainer, loss_fn, self._batching("train", mbs), scoring, evaluate, self.ranks, self.config.gradient_blocks, self.sums,
             counts_loads=self._bias_update_rate > 0, balance_weight=self._balance_weight,
         )  # fmt: skip
@@ -276,8 +270,8 @@ class TrainedModel:
         return gbs
 
     def _pass_over(
-        self, batch: RaggedBatch, gbs: int, way: MicroBatchRunner, eval_mode: bool, first: Mapping[str, object] = MappingProxyType({}),
-        after_first: Callable[[GlobalBatchResult], None] | None = None,
+        self, batch: RaggedBatch, gbs: int, way: train_step.MicroBatchRunner, eval_mode: bool, first: Mapping[str, object] = MappingProxyType({}),
+        after_first: Callable[[train_step.GlobalBatchResult], None] | None = None,
     ) -> Updates:  # fmt: skip
         """Take one optimizer step per global batch of `gbs` samples, then one schedule step; with `eval_mode` neither.
         `way` runs the passes, with the options `first` in the first global batch, whose result `after_first` receives
@@ -291,8 +285,8 @@ class TrainedModel:
                 with getattr(self.trainer, "together", nullcontext)():
                     options = first if begin == 0 else {}
                     result = way.forward_backward(batch, begin, begin + gbs, backward=not eval_mode, **options)
-            except NonFiniteError as found:
-                said = found if self.section == "policy" else NonFiniteError(f"{self.section}: {found}")
+            except train_step.NonFiniteError as found:
+                said = found if self.section == "policy" else train_step.NonFiniteError(f"{self.section}: {found}")
                 error = self._with_replay(said, batch)
             except Exception as found:
                 error = found
@@ -325,7 +319,7 @@ class TrainedModel:
                 grads = named_views(self.trained.own.specs, self.trainer.grads)
                 names = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
             bad = f"; first bad parameters: {', '.join(names[:4])}" if names else ""
-            error = NonFiniteError(
+            error = train_step.NonFiniteError(
                 f"{self.section}: the gradient norm is {result.grad_norm}{bad}; the learning rate is {lr:g}; the weights "
                 "were not updated"
             )
@@ -333,7 +327,7 @@ class TrainedModel:
         self._update_router_biases()
         return result.grad_norm
 
-    def _with_replay(self, error: NonFiniteError, data: RaggedBatch) -> NonFiniteError:
+    def _with_replay(self, error: train_step.NonFiniteError, data: RaggedBatch) -> train_step.NonFiniteError:
         """Return `error` with the path of a file from which `train(torch.load(path), loss_fn)` reproduces it."""
         if self.replay_dir is None or self.ranks.tensor_rank > 0:  # other tensor ranks would write the same batch
             return error
@@ -341,7 +335,7 @@ class TrainedModel:
         rank = f"_rank{self.ranks.rank}" if self.ranks.rank else ""
         path = self.replay_dir / f"nonfinite_{self.section}_batch{rank}.pt"
         torch.save({k: v for k, v in data.items() if isinstance(v, Tensor)}, path)
-        return NonFiniteError(f"{error}; the batch was written to {path}")
+        return train_step.NonFiniteError(f"{error}; the batch was written to {path}")
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -356,7 +350,7 @@ class TrainedModel:
         NonFiniteError."""
         error, bad = None, self.non_finite_parameters()
         if bad:
-            error = NonFiniteError(
+            error = train_step.NonFiniteError(
                 f"{self.section}: {len(bad)} parameters are not finite, first {', '.join(bad[:4])}, so nothing was saved to "
                 f"{weights_path}: go back to an earlier checkpoint, with a lower learning rate"
             )

@@ -17,19 +17,10 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.serving.model import EngineSizes
+from nemo_rl_cpp.tinker import types
 from nemo_rl_cpp.tinker.adapters import Base, Shape
 from nemo_rl_cpp.tinker.models import CustomLoss, Model, Models
 from nemo_rl_cpp.tinker.store import Facts, Place, Store
-from nemo_rl_cpp.tinker.types import (
-    AdamParams,
-    Datum,
-    ForwardBackwardOutput,
-    SampleRequest,
-    SampleResponse,
-    SamplingParams,
-    Tokens,
-    tokens_of,
-)
 from nemo_rl_cpp.tinker.worker import APIFuture, Sampler
 
 P, S, T = ParamSpec("P"), TypeVar("S"), TypeVar("T")
@@ -130,25 +121,27 @@ class TrainingClient:
         return self._core.base.tokenizer
 
     def forward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: dict[str, float] | None = None
-    ) -> APIFuture[ForwardBackwardOutput]:
+        self, data: Sequence[types.Datum], loss_fn: str, loss_fn_config: dict[str, float] | None = None
+    ) -> APIFuture[types.ForwardBackwardOutput]:
         """Compute a built-in loss (`nemo_rl_cpp.tinker.types.LOSSES`), summed over tokens, without its gradient."""
         return self._do(lambda core, model: core.forward(model, data, loss_fn, loss_fn_config, backward=False))
 
     def forward_backward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: dict[str, float] | None = None
-    ) -> APIFuture[ForwardBackwardOutput]:
+        self, data: Sequence[types.Datum], loss_fn: str, loss_fn_config: dict[str, float] | None = None
+    ) -> APIFuture[types.ForwardBackwardOutput]:
         """Compute a built-in loss, summed over tokens, and accumulate its gradient for the next optimizer step."""
         return self._do(lambda core, model: core.forward(model, data, loss_fn, loss_fn_config, backward=True))
 
-    def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLoss) -> APIFuture[ForwardBackwardOutput]:
+    def forward_backward_custom(
+        self, data: Sequence[types.Datum], loss_fn: CustomLoss
+    ) -> APIFuture[types.ForwardBackwardOutput]:
         """Compute your own loss, and accumulate its gradient for the next optimizer step.
 
         `loss_fn(data, logprobs)` returns a scalar tensor and metrics; `logprobs` are the log-probabilities of the
         targets of each datum. It runs in the models' thread, so it must not wait for a client."""
         return self._do(lambda core, model: core.forward_backward_custom(model, data, loss_fn))
 
-    def optim_step(self, adam_params: AdamParams) -> APIFuture[dict[str, float]]:
+    def optim_step(self, adam_params: types.AdamParams) -> APIFuture[dict[str, float]]:
         """Update the adapters with AdamW, and reset the gradient to zero. The result holds the metrics of the step."""
         return self._do(lambda core, model: core.step(model, adam_params))
 
@@ -204,13 +197,13 @@ class SamplingClient:
         return self._core.base.tokenizer
 
     def sample(
-        self, prompt: Tokens, num_samples: int, sampling_params: SamplingParams, include_prompt_logprobs: bool = False,
+        self, prompt: types.Tokens, num_samples: int, sampling_params: types.SamplingParams, include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0, topk_sample_logprobs: int = 0,
-    ) -> APIFuture[SampleResponse]:  # fmt: skip
+    ) -> APIFuture[types.SampleResponse]:  # fmt: skip
         """Generate `num_samples` responses to a prompt. Their log-probabilities are the model's at temperature 1,
         without top-k or top-p. Requests made before an earlier one is complete are generated together with it."""
-        request = SampleRequest(
-            tokens_of(prompt, "the prompt"), num_samples, sampling_params, include_prompt_logprobs,
+        request = types.SampleRequest(
+            types.tokens_of(prompt, "the prompt"), num_samples, sampling_params, include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs, topk_sample_logprobs=topk_sample_logprobs,
         )  # fmt: skip
         draws = f"{self._id}:{next(self._numbers)}"
@@ -218,9 +211,9 @@ class SamplingClient:
             lambda future: self._core.sample(self._sampler, request, draws, future), is_short=True
         )
 
-    def compute_logprobs(self, prompt: Tokens) -> APIFuture[list[float | None]]:
+    def compute_logprobs(self, prompt: types.Tokens) -> APIFuture[list[float | None]]:
         """Return a future of each prompt token's log-probability given the preceding ones (None for the first)."""
-        tokens = tokens_of(prompt, "the prompt")
+        tokens = types.tokens_of(prompt, "the prompt")
         return self._core.worker.do(lambda: self._core.prompt_logprobs(self._sampler, tokens))
 
     sample_async = _async(sample)

@@ -18,23 +18,12 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.argument_checks import LARGEST, SMALLEST, described, number, token_ids, whole_number
 from nemo_rl_cpp.models.weight_files import ADAPTER
 from nemo_rl_cpp.serving.engine import STOP_STRING, STOP_TOKEN, Sample
+from nemo_rl_cpp.tinker import types
 from nemo_rl_cpp.tinker.adapters import AdaptedModel, Base, Row, Shape, TrainingState
 from nemo_rl_cpp.tinker.store import Facts, Place, Store
-from nemo_rl_cpp.tinker.types import (
-    FACTORS,
-    LOSSES,
-    AdamParams,
-    Datum,
-    ForwardBackwardOutput,
-    SampledSequence,
-    SampleRequest,
-    SampleResponse,
-    loss_of,
-    tokens_of,
-)
 from nemo_rl_cpp.tinker.worker import Answers, Sampler, Worker
 
-CustomLoss = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, dict[str, float]]]
+CustomLoss = Callable[[Sequence[types.Datum], list[Tensor]], tuple[Tensor, dict[str, float]]]
 """A loss of a client: takes the data and the log-probabilities of each datum's targets; returns the loss and metrics."""
 _OPTIMIZER, _STEPS = "optimizer.safetensors", "optimizer.json"
 _SEEDS, _LONGEST_LIFE = 1 << 62, 1 << 32
@@ -81,24 +70,26 @@ class Models:
     # ---- training
 
     def forward(
-        self, model: Model, data: Sequence[Datum], loss_fn: str, config: dict[str, float | str] | None, *, backward: bool
-    ) -> ForwardBackwardOutput:  # fmt: skip
+        self, model: Model, data: Sequence[types.Datum], loss_fn: str, config: dict[str, float | str] | None, *, backward: bool
+    ) -> types.ForwardBackwardOutput:  # fmt: skip
         """Compute a built-in loss, summed over all targets, and the log-probabilities of the targets. If `backward`,
         accumulate the gradient for the next optimizer step."""
         state = model.trained
-        loss, needed, numbers = loss_of(loss_fn, config or {})
-        rows, factor = rows_of(data, self.base, needed, tuple(numbers)), FACTORS.get(loss_fn)
+        loss, needed, numbers = types.loss_of(loss_fn, config or {})
+        rows, factor = rows_of(data, self.base, needed, tuple(numbers)), types.FACTORS.get(loss_fn)
         total, logprobs = model.adapted.forward(state, rows, loss, numbers, backward=backward, factor=factor)
         return _output(rows, logprobs, {"loss:sum": total})
 
     def forward_backward_custom(
-        self, model: Model, data: Sequence[Datum], loss_fn: CustomLoss
-    ) -> ForwardBackwardOutput:
+        self, model: Model, data: Sequence[types.Datum], loss_fn: CustomLoss
+    ) -> types.ForwardBackwardOutput:
         """Compute the loss `loss_fn(data, log-probabilities of each datum's targets)`, and accumulate its gradient.
         This needs one more forward pass than a built-in loss."""
         state = model.trained
         targets = [
-            Datum(each.model_input, {name: value for name, value in each.loss_fn_inputs.items() if name == TARGETS})
+            types.Datum(
+                each.model_input, {name: value for name, value in each.loss_fn_inputs.items() if name == TARGETS}
+            )
             for each in data
         ]
         rows = rows_of(targets, self.base, (), ())
@@ -117,11 +108,11 @@ class Models:
             for row, gradient in zip(rows, gradients)
         ]
         _, logprobs = model.adapted.forward(
-            state, weighted, LOSSES["cross_entropy"][0], {}, backward=True, factor=FACTORS["cross_entropy"]
+            state, weighted, types.LOSSES["cross_entropy"][0], {}, backward=True, factor=types.FACTORS["cross_entropy"]
         )
         return _output(rows, logprobs, {"loss:sum": loss.item(), **metrics})
 
-    def step(self, model: Model, params: AdamParams) -> dict[str, float]:
+    def step(self, model: Model, params: types.AdamParams) -> dict[str, float]:
         rate, decay = (number(name, getattr(params, name), 0, LARGEST) for name in ("learning_rate", "weight_decay"))
         betas = [number(name, getattr(params, name), 0, _LARGEST_BETA) for name in ("beta1", "beta2")]
         # with an eps of 0, a matrix without gradient, such as A before the first step, would become 0 / 0
@@ -208,7 +199,7 @@ class Models:
         first = max(1, len(found) - (len(found) if last_n is None else last_n))
         return [None if place < first else logprob for place, logprob in enumerate(found)]
 
-    def sample(self, sampler: Sampler, request: SampleRequest, draws: str, future: Future) -> None:
+    def sample(self, sampler: Sampler, request: types.SampleRequest, draws: str, future: Future) -> None:
         """Submit a request for samples. `future` receives its SampleResponse; `draws` replaces a missing seed."""
         prompt, params = request.prompt, request.params
         temperature = number("temperature", params.temperature, SMALLEST, LARGEST, zero_is="for greedy decoding")
@@ -224,7 +215,7 @@ class Models:
         top_k = top_k if 0 < top_k < V else 0
         rule = C.SamplingRule(temperature=temperature or 1.0, top_p=params.top_p, top_k=top_k, greedy=temperature == 0)
         adapted = sampler.adapted
-        response = SampleResponse([])
+        response = types.SampleResponse([])
         if request.prompt_logprobs:
             response.prompt_logprobs = self.prompt_logprobs(sampler, prompt, request.prompt_logprobs_last_n)
         if request.topk_prompt_logprobs > 0:
@@ -232,7 +223,7 @@ class Models:
             response.topk_prompt_logprobs = [None, *found]
         is_plain = temperature == 1 and params.top_p == 1 and not top_k
 
-        def finish(samples: list[Sample]) -> SampleResponse:
+        def finish(samples: list[Sample]) -> types.SampleResponse:
             for sample in samples:
                 logprobs = sample.logprobs
                 if not is_plain:  # the model's unfiltered log-probabilities, as in training
@@ -244,7 +235,7 @@ class Models:
                     whole = prompt + sample.token_ids
                     found = adapted.likeliest_of_prompt(sampler.adapter, whole, request.topk_sample_logprobs)
                     likeliest = found[len(prompt) - 1 :]
-                response.sequences.append(SampledSequence(sample.token_ids, logprobs, reason, likeliest))
+                response.sequences.append(types.SampledSequence(sample.token_ids, logprobs, reason, likeliest))
             return response
 
         ends = [] if params.stop == [] else self.base.end_token_ids
@@ -260,7 +251,7 @@ class Models:
         self.worker.join_in(sampler)
 
 
-def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Sequence[str]) -> list[Row]:
+def rows_of(data: Sequence[types.Datum], base: Base, needed: Sequence[str], known: Sequence[str]) -> list[Row]:
     """Check the training data of a request, and return one `Row` of tensors per datum. Each datum must have the inputs
     `needed`, and may have the inputs `known`. Raise ValueError with the index of the invalid datum and its fault."""
     if not data:
@@ -268,7 +259,7 @@ def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Seq
     rows = []
     for index, datum in enumerate(data):
         here, given = f"datum {index}", datum.loss_fn_inputs
-        tokens = tokens_of(datum.model_input, here)
+        tokens = types.tokens_of(datum.model_input, here)
         base.check_tokens(tokens, here, room=1)
         for name in (TARGETS, *needed):
             if name not in given:
@@ -304,6 +295,6 @@ def _tensor(given: object, what: str, length: int) -> Tensor:
     return tensor.to_dense()
 
 
-def _output(rows: list[Row], logprobs: list[Tensor], metrics: dict[str, float]) -> ForwardBackwardOutput:
+def _output(rows: list[Row], logprobs: list[Tensor], metrics: dict[str, float]) -> types.ForwardBackwardOutput:
     outputs = [{"logprobs": found.reshape(row.shape)} for row, found in zip(rows, logprobs)]
-    return ForwardBackwardOutput(outputs, metrics)
+    return types.ForwardBackwardOutput(outputs, metrics)

@@ -13,20 +13,14 @@ from torch import Tensor, nn
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.models.generation.base_engine import (
-    STREAMS,
-    BaseEngine,
-    GenerationRequest,
-    ResponseBuffer,
-    StopStrings,
-)
+from nemo_rl_cpp.models.generation import base_engine
 from nemo_rl_cpp.models.generation.interfaces import OnFinished, Responses
 from nemo_rl_cpp.models.hf.outputs import accepts, quietly, transformers
 
 _SHRINK = 4  # a batch is compacted once a quarter of its rows has ended
 
 
-class HfGeneration(BaseEngine):
+class HfGeneration(base_engine.BaseEngine):
     """NeMo RL's generation interface for the backend `hf`. It generates with the trainer's own module, read in place.
 
     The native sampler seeds each token by (seed, stream, draw id, sample index, position), as in the native engine. A
@@ -44,7 +38,7 @@ class HfGeneration(BaseEngine):
         self.module = module
         self._vocab_size = module.config.get_text_config().vocab_size
 
-    def _respond(self, asked: GenerationRequest, on_finished: OnFinished | None) -> Responses:
+    def _respond(self, asked: base_engine.GenerationRequest, on_finished: OnFinished | None) -> Responses:
         if any("" in row for row in asked.stops):
             raise ValueError("stop_strings: an empty text is in every text; leave it out")
         rule = self.sampling_rule(asked.greedy, asked.stream)
@@ -135,18 +129,18 @@ class HfGeneration(BaseEngine):
         return tokens
 
 
-class _Work(ResponseBuffer):
+class _Work(base_engine.ResponseBuffer):
     """The request of one `generate` call, and the tokens generated so far."""
 
     def __init__(
-        self, asked: GenerationRequest, room: list[int], on_finished: OnFinished | None, rule: C.SamplingRule, ends: list[int],
+        self, asked: base_engine.GenerationRequest, room: list[int], on_finished: OnFinished | None, rule: C.SamplingRule, ends: list[int],
         token_bytes: list[bytes],
     ) -> None:  # fmt: skip
         super().__init__(asked.batch.size, on_finished)
         self.prompts = [row.to(torch.int64) for row in asked.batch.rows(asked.batch.tokens["input_ids"])]
         self.room, self.draws, self.samples = room, asked.draws.tolist(), asked.samples.tolist()
-        self.stream, self.rule, self.ends = STREAMS[asked.stream], rule, ends
-        self._stops = [StopStrings(stops, token_bytes) for stops in asked.stops]
+        self.stream, self.rule, self.ends = base_engine.STREAMS[asked.stream], rule, ends
+        self._stops = [base_engine.StopStrings(stops, token_bytes) for stops in asked.stops]
 
     def append(self, row: int, token: int) -> bool:
         """Append a token to the response of a row; return whether the response has ended."""

@@ -3,16 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from nemo_rl_cpp.data.conversation import (
-    check_characters,
-    comes_from_arrow,
-    conversation_of,
-    is_list,
-    look_up,
-    split_conversation,
-    text_of,
-    without_padding,
-)
+from nemo_rl_cpp.data import conversation
 from nemo_rl_cpp.data.datasets.files import load_dataset_from_path
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.interfaces import Row
@@ -44,7 +35,7 @@ class ResponseDataset(RawDataset):
     ):  # fmt: skip
         self.data_path, self.task_name = data_path, task_name_of(data_path)
         self.dataset = load_dataset_from_path(data_path, subset, split or "train")
-        self._padded = comes_from_arrow(self.dataset)
+        self._padded = conversation.comes_from_arrow(self.dataset)
         columns = self.dataset.column_names
         whole = ("messages", "conversations") if input_key == _INPUT else ()
         ready = next((name for name in whole if name in columns), None)
@@ -74,7 +65,7 @@ class ResponseDataset(RawDataset):
 
     def _formatted(self, row: Row, number: int) -> Row:
         try:
-            formatted = self.format_data(without_padding(row) if self._padded else row)
+            formatted = self.format_data(conversation.without_padding(row) if self._padded else row)
         except ValueError as error:
             raise ValueError(f"data: {self.data_path}, row {number + 1}: {error}") from None
         if self.input_key == "messages" and row.get("task_name"):
@@ -83,7 +74,7 @@ class ResponseDataset(RawDataset):
 
     def format_data(self, data: Row) -> Row:
         """Return a row as {"messages", "task_name"}, the answer last. Raise ValueError if a part is missing."""
-        messages = conversation_of(look_up(data, self.input_key), self.input_key)
+        messages = conversation.conversation_of(conversation.look_up(data, self.input_key), self.input_key)
         answered = messages[-1]["role"] == "assistant"
         if answered and self._answers_inside:
             answer = messages[-1]
@@ -93,21 +84,29 @@ class ResponseDataset(RawDataset):
                 "the answer's column in output_key"
             )
         else:
-            answer = {"role": "assistant", "content": _answer(look_up(data, self.output_key), self.output_key)}
+            answer = {
+                "role": "assistant",
+                "content": _answer(conversation.look_up(data, self.output_key), self.output_key),
+            }
         messages = [*(messages[:-1] if answered else messages), answer]
-        split_conversation(messages, self.input_key)
+        conversation.split_conversation(messages, self.input_key)
         return {"messages": messages, "task_name": self.task_name}
 
 
 def _answer(value: object, key: str) -> object:
     """Return an answer (of a conversation, its last message) as text, or None. Raise ValueError for NaN and inf."""
-    if is_list(value) and value and isinstance(value[-1], Mapping) and value[-1].get("role") == "assistant":
+    if (
+        conversation.is_list(value)
+        and value
+        and isinstance(value[-1], Mapping)
+        and value[-1].get("role") == "assistant"
+    ):
         value = value[-1].get("content")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{key!r} is {value}: expected a finite number, a text, or null if there is no answer")
-    value = text_of(value)
+    value = conversation.text_of(value)
     if isinstance(value, str):
-        check_characters(value, repr(key))
+        conversation.check_characters(value, repr(key))
     return value
 
 

@@ -23,24 +23,9 @@ from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
-from nemo_rl_cpp.models.generation.base_engine import (
-    STREAMS,
-    BaseEngine,
-    GenerationRequest,
-    ResponseBuffer,
-    StopStrings,
-)
+from nemo_rl_cpp.models.generation import base_engine
 from nemo_rl_cpp.models.generation.interfaces import OnFinished, RefitResult, Responses
-from nemo_rl_cpp.models.generation.vllm.server import (
-    GENERATE,
-    ServerClient,
-    StartedServer,
-    VllmError,
-    ask,
-    check_interpreter,
-    check_server,
-    client_of,
-)
+from nemo_rl_cpp.models.generation.vllm import server
 from nemo_rl_cpp.models.generation.vllm.server_extension.nemo_rl_cpp_vllm import begin_digest
 from nemo_rl_cpp.models.qwen3_next import is_fused, joined_projections
 from nemo_rl_cpp.models.trained_model import TrainedModel
@@ -60,7 +45,7 @@ class SharedMemoryTransport:
         weight_bytes: size of all tensors in bytes.
         descriptor: file descriptor, which the server's process opens by its path in /proc."""
 
-    def __init__(self, weights: Mapping[str, Tensor], client: ServerClient) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], client: server.ServerClient) -> None:
         self._client, self._sent, end = client, "", 0
         self.manifest: list[list] = []
         for name, tensor in weights.items():
@@ -106,7 +91,7 @@ class NcclTransport:
     The workers receive NCCL's id by HTTP, join an all-reduce of one number as a greeting, and then receive one
     broadcast per tensor. vLLM's engine `nccl` without packing does the same."""
 
-    def __init__(self, weights: Mapping[str, Tensor], client: ServerClient) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], client: server.ServerClient) -> None:
         self._client, self._communicator = client, None
         self._device = next(iter(weights.values())).device
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
@@ -191,7 +176,7 @@ class Response:
         self, row: int, prompt: list[int], room: int, seed: int, stops: tuple[str, ...], token_bytes: list[bytes]
     ) -> None:
         self.row, self.prompt, self.room, self.seed = row, prompt, room, seed
-        self._stops, self.stopped, self.truncated = StopStrings(stops, token_bytes), False, False
+        self._stops, self.stopped, self.truncated = base_engine.StopStrings(stops, token_bytes), False, False
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
 
@@ -204,7 +189,7 @@ class Response:
         self.stopped = self._stops.end_at(token)
 
 
-class VllmGeneration(BaseEngine):
+class VllmGeneration(base_engine.BaseEngine):
     """NeMo RL's generation interface for vLLM: it uses the user's server at `policy.generation.vllm_cfg.server_url`, or
     starts one with the interpreter `vllm_cfg.python`.
 
@@ -246,7 +231,7 @@ class VllmGeneration(BaseEngine):
         text = self.model_config.get("text_config", {})
         self._vocab_size = int(self.model_config.get("vocab_size") or text.get("vocab_size") or 0)
         vllm = config.generation.vllm_cfg
-        self.server = StartedServer(config, self.model_config) if vllm.server_url is None else None
+        self.server = server.StartedServer(config, self.model_config) if vllm.server_url is None else None
         try:
             self._join(self._named(policy.state_dict()), config)
         except BaseException:
@@ -256,12 +241,12 @@ class VllmGeneration(BaseEngine):
 
     def _join(self, weights: Mapping[str, Tensor], config: PolicyConfig) -> None:
         if self.server is None:
-            self._client = client_of(config)
+            self._client = server.client_of(config)
         else:
             seconds = config.generation.vllm_cfg.timeout_s
-            self._client = ServerClient(self.server.url, None, seconds, self.server.what_happened)
+            self._client = server.ServerClient(self.server.url, None, seconds, self.server.what_happened)
         device = next(iter(weights.values())).device.type
-        facts = check_server(self._client, config, device)
+        facts = server.check_server(self._client, config, device)
         if self._vocab_size and facts["vocab_size"] != self._vocab_size:
             raise ValueError(
                 f"policy.generation.vllm_cfg.server_url: the server's model has {facts['vocab_size']} tokens and the policy {self._vocab_size}: "
@@ -273,7 +258,7 @@ class VllmGeneration(BaseEngine):
 
     # ---- token ids in, token ids out
 
-    def _respond(self, asked: GenerationRequest, on_finished: OnFinished | None) -> Responses:
+    def _respond(self, asked: base_engine.GenerationRequest, on_finished: OnFinished | None) -> Responses:
         prompts, room = [row.tolist() for row in asked.batch.rows(asked.batch.tokens["input_ids"])], self._room(asked)
         draws, samples = asked.draws.tolist(), asked.samples.tolist()
         token_bytes = self._token_bytes if any(asked.stops) else []
@@ -281,10 +266,12 @@ class VllmGeneration(BaseEngine):
         for row, prompt in enumerate(prompts):
             if room[row] > 0:
                 # a seed of 63 bits; the prompt's length distinguishes the turns of a conversation
-                key = pack("<IIqqq", self.seed, STREAMS[asked.stream], draws[row], samples[row], len(prompt))
+                key = pack(
+                    "<IIqqq", self.seed, base_engine.STREAMS[asked.stream], draws[row], samples[row], len(prompt)
+                )
                 seed = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
                 requests.append(Response(row, prompt, room[row], seed, asked.stops[row], token_bytes))
-        answers = ResponseBuffer(asked.batch.size, on_finished)
+        answers = base_engine.ResponseBuffer(asked.batch.size, on_finished)
         if requests:
             rule = self.sampling(asked.greedy, asked.stream)
             filters = {} if rule.greedy else {"top_p": rule.top_p, "top_k": rule.top_k}
@@ -294,9 +281,11 @@ class VllmGeneration(BaseEngine):
             raise RuntimeError("vLLM gave a log-probability that is not finite: the model's logits are not")
         return responses
 
-    def _answer(self, requests: list[Response], sampling: dict[str, float], answers: ResponseBuffer) -> None:
+    def _answer(
+        self, requests: list[Response], sampling: dict[str, float], answers: base_engine.ResponseBuffer
+    ) -> None:
         if self.weight_version is None:
-            raise VllmError(f"vLLM at {self._client.url} has no weights: a refit is missing, or has failed")
+            raise server.VllmError(f"vLLM at {self._client.url} has no weights: a refit is missing, or has failed")
         try:
             with ThreadPoolExecutor(min(self._rows, len(requests)), thread_name_prefix="vllm") as threads:
                 left = {threads.submit(self._one, request, sampling) for request in requests}
@@ -320,12 +309,12 @@ class VllmGeneration(BaseEngine):
         own = {"max_tokens": row.room, "seed": row.seed, "stop_token_ids": self._stop_token_ids}
         body = {"token_ids": row.prompt, "stream": True, "sampling_params": _PLAIN | sampling | own}
         reason = None
-        with contextlib.closing(self._client.stream(_GENERATE, GENERATE, body)) as events:
+        with contextlib.closing(self._client.stream(_GENERATE, server.GENERATE, body)) as events:
             for choice in chain.from_iterable(event["choices"] for event in events):
                 content = (choice.get("logprobs") or {}).get("content") or []
                 ids = [int(each["token_id"]) for each in content]
                 if ids != list(choice["token_ids"] or []):
-                    raise VllmError(f"vLLM at {self._client.url} gave log-probabilities of other tokens")
+                    raise server.VllmError(f"vLLM at {self._client.url} gave log-probabilities of other tokens")
                 for token, each in zip(ids, content):
                     row.add(token, each["logprob"])
                 if row.stopped:
@@ -335,13 +324,13 @@ class VllmGeneration(BaseEngine):
                     for span in choice.get("weight_versions") or ():
                         self._check_label(span.get("version"))
         if not row.stopped and reason not in ("stop", "length"):
-            raise VllmError(f"vLLM at {self._client.url} ended a request by {reason}: it was aborted, or failed")
+            raise server.VllmError(f"vLLM at {self._client.url} ended a request by {reason}: it was aborted, or failed")
         row.truncated = not row.stopped and reason == "length"
         return row
 
     def _check_label(self, label: object) -> None:
         if label != self._label:
-            raise VllmError(
+            raise server.VllmError(
                 f"vLLM at {self._client.url} answered with weights {label!r}, and {self._label!r} were sent: somebody else has changed them"
             )
 
@@ -366,14 +355,14 @@ class VllmGeneration(BaseEngine):
             self._transport.prepare(weights)
         except BaseException:
             # the server still has its old weights, so end its pause, if it has begun: other clients can continue
-            with contextlib.suppress(VllmError, WorkerLostError):
+            with contextlib.suppress(server.VllmError, WorkerLostError):
                 self._call("POST", "/resume")
             raise
         self._call("POST", "/start_weight_update")
         sent = self._transport.send(weights)
         label = f"{version}-{sent[:16]}"
         self._call("POST", "/finish_weight_update", {"weight_version": label})
-        digests = {each.get("digest") for each in ask(self._client, REFIT)}
+        digests = {each.get("digest") for each in server.ask(self._client, REFIT)}
         if digests != {sent}:
             raise RuntimeError(
                 f"the weights that vLLM has are not the policy's: digest {', '.join(map(str, digests))} against {sent}; the server stays paused"
@@ -400,9 +389,9 @@ class VllmGeneration(BaseEngine):
 def check_vllm(policy: PolicyConfig, device: str) -> None:
     """Raise ValueError if the configured vLLM is missing, or cannot generate for a run on `device`."""
     if policy.generation.vllm_cfg.server_url is None:
-        check_interpreter(policy.generation.vllm_cfg.python)
+        server.check_interpreter(policy.generation.vllm_cfg.python)
     else:
-        check_server(client_of(policy), policy, device)
+        server.check_server(server.client_of(policy), policy, device)
 
 
 def vllm_of(policy: TrainedModel, config: PolicyConfig, tokenizer: TokenizerType, seed: int) -> VllmGeneration:

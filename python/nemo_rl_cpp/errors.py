@@ -21,9 +21,7 @@ from typing import Literal, NamedTuple
 
 PACKAGE = Path(__file__).resolve().parent
 ERROR_FILE = "error.txt"
-_LIBRARIES = tuple(
-    {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
+_LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(n)) for n in ("stdlib", "platstdlib", "purelib", "platlib")})
 # if this package raises an exception of these types, its message says what to do
 _SENTENCES = (ValueError, RuntimeError, ImportError, AssertionError, OSError)
 _INNER = re.compile(r"\.<locals>\.<(listcomp|genexpr|dictcomp|setcomp)>")  # redundant with the line number

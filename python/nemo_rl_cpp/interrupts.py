@@ -137,9 +137,7 @@ class GracefulStop:
         if _in_main_thread():
             # shells make background jobs ignore SIGINT
             asked = (signal.SIGINT, signal.SIGTERM)
-            heard = [
-                number for number in self.signals if number in asked or signal.getsignal(number) is not signal.SIG_IGN
-            ]
+            heard = [each for each in self.signals if each in asked or signal.getsignal(each) is not signal.SIG_IGN]
             self._previous = {number: signal.signal(number, self._handle) for number in heard}
             _entered.append(self)
         return self

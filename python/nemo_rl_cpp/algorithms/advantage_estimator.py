@@ -405,6 +405,5 @@ def register_estimator(
     `cls` is called with the sections `adv_estimator` and `loss_fn`. The fields of `keys`, a pydantic model, become keys
     of the section `adv_estimator`, unless it already has them. Raise ValueError if the name is taken."""
     section = GAEConfig if algorithm == "ppo" else AdvEstimatorConfig
-    ADVANTAGE_ESTIMATORS.add(
-        name, EstimatorEntry(cls, (algorithm,)), section, keys.model_fields if keys is not None else {}
-    )
+    fields = {} if keys is None else keys.model_fields
+    ADVANTAGE_ESTIMATORS.add(name, EstimatorEntry(cls, (algorithm,)), section, fields)

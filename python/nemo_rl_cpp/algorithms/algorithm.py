@@ -95,9 +95,8 @@ class AnswerValidator(Validator):
             EqualAdvantages().add(batch)
             if not self.model.skips_prev_logprobs:
                 batch.prev_logprobs = batch.ragged(self.model.get_logprobs(batch)["logprobs"])
-            result = self.model.train(
-                batch, self.loss_fn, eval_mode=True, gbs=batch.size, mbs=self.loop.val_micro_batch_size
-            )
+            options = {"gbs": batch.size, "mbs": self.loop.val_micro_batch_size}
+            result = self.model.train(batch, self.loss_fn, eval_mode=True, **options)
             count = int(global_counts(batch).valid_toks)
             losses.append(float(result["loss"].sum()) * count)
             tokens, samples = tokens + count, samples + batch.size

@@ -50,9 +50,7 @@ def as_written(config: object) -> Any:
 
 def to_json(value: object) -> Plain:
     """Return `to_plain(value)` with the floats nan, inf and -inf, which JSON lacks, as strings."""
-    return mapped(
-        to_plain(value), lambda leaf: repr(leaf) if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
-    )
+    return mapped(to_plain(value), lambda v: repr(v) if isinstance(v, float) and not math.isfinite(v) else v)
 
 
 def mapped(node: Plain, leaf: Callable[[Plain], Plain]) -> Plain:

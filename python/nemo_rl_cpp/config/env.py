@@ -33,9 +33,7 @@ class MultiRewardEnvConfig(Section):
     """Settings of the math environment with three reward components for adv_estimator gdpo: correct answer, integer
     answer, and format."""
 
-    math_verify_impl: Literal["hf_math_verify"] | None = no_effect(
-        "hf_math_verify", "answers are compared letter for letter"
-    )
+    math_verify_impl: Literal["hf_math_verify"] | None = no_effect("hf_math_verify", "answers are compared by letter")
     verifier_type: Literal["math"] | None = no_effect("math")
     max_answer_chars: Positive = 1_000_000
     """Maximum length in characters of a response that is verified. Longer responses get reward 0."""
@@ -126,9 +124,7 @@ class NemoGymEnvConfig(RolloutsConfig):
     should_mask_flagged_samples: bool = True
     """Do not train on rollouts that a server flags with mask_sample; their rewards still count in the baseline. Written
     as env.should_mask_flagged_samples."""
-    effort_levels: dict[str, Any] | None = only(
-        None, why="grpo.length_penalty rewards short responses in every environment"
-    )
+    effort_levels: dict[str, Any] | None = only(None, why="grpo.length_penalty rewards short responses in any task")
     port_range_low: Positive = key(5000, "Lowest port of NeMo Gym's servers.")
     port_range_high: Positive = key(5999, "Highest port of NeMo Gym's servers.")
     timeout_s: Real = key(3600.0, gt=0)

@@ -157,9 +157,8 @@ class OptimizerSettings:
     @property
     def moment_bytes(self) -> float:
         """The number of bytes per weight of AdamW's two moments together."""
-        return sum(
-            {"float32": 4.0, "bfloat16": 2.0, "uint8": 1.0}[t] for t in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
-        )
+        widths = {"float32": 4.0, "bfloat16": 2.0, "uint8": 1.0}
+        return widths[self.exp_avg_dtype] + widths[self.exp_avg_sq_dtype]
 
 
 _FOLDED = "Parallelism of the model. A run uses one device instead, with the same results (cluster.strict_sizes)."

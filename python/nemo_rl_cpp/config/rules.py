@@ -231,10 +231,10 @@ def _check_batches(config: TrainMasterConfig, model: str, report: Report) -> Non
     if batch % wanted == 0:
         return
     divisors = [d for d in range(1, batch + 1) if batch % d == 0]
-    nearest = [
+    nearest = (
         max((d for d in divisors if d < wanted), default=None),
         min((d for d in divisors if d > wanted), default=None),
-    ]
+    )
     legal = " or ".join(str(d) for d in nearest if d is not None)
     samples = f"{prompts} {loop.num_prompts_per_step} x {generations} {loop.num_generations_per_prompt}"
     text = f"is {wanted}, which does not divide the {batch} samples of a step ({samples})"

@@ -69,9 +69,7 @@ class StatefulDataLoader:
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
         """Restore a saved position. Raise ValueError if the number of rows, the seed or `shuffle` has changed."""
         given = {"seed": self.seed, "shuffle": self.shuffle}
-        faults = [
-            f"has {key} {now}, not {state[key]} as in the checkpoint" for key, now in given.items() if now != state[key]
-        ]
+        faults = [f"has {key} {now}, not {state[key]} as before" for key, now in given.items() if now != state[key]]
         if fault := next(iter(faults), other_rows(len(self.dataset), int(state["num_rows"]))):
             raise ValueError(f"data.train {fault}: set it back, or start a new run in another checkpoint_dir")
         self.epoch, self._cursor, self._resume = int(state["epoch"]), int(state["cursor"]), True

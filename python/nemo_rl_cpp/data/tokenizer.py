@@ -241,9 +241,8 @@ def get_tokenizer(
     if "chat_template" in config.model_fields_set:
         from nemo_rl_cpp.data.chat_template import choose_template  # jinja2 takes a fifth of a second to load
 
-        tokenizer.use_chat_template(
-            choose_template(config.chat_template, tokenizer.chat_template, f"{section}.chat_template")
-        )
+        key = f"{section}.chat_template"
+        tokenizer.use_chat_template(choose_template(config.chat_template, tokenizer.chat_template, key))
     if config.chat_template_kwargs:
         tokenizer.chat_template_kwargs = dict(config.chat_template_kwargs)
     return tokenizer

@@ -125,9 +125,8 @@ class CodeTests:
         files = {"checks.json": plan.encode(), "solution.py": source.encode("utf-8", "surrogatepass")}
         outcome = runner(HARNESS, files=files)
         found = _results(outcome, len(self.checks))
-        good = [
-            _fulfils(check, wanted, result, token) for check, wanted, result in zip(self.checks, self.expected, found)
-        ]
+        results = zip(self.checks, self.expected, found)
+        good = [_fulfils(check, wanted, result, token) for check, wanted, result in results]
         detail = next((result.get("error", "") for result, right in zip(found, good) if not right), "")
         return TestResult(sum(good), len(self), None if all(good) else outcome, detail)
 

@@ -133,9 +133,8 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
 
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Info]) -> EnvironmentReturn[Info]:
         infos = [info or {} for info in metadata]
-        columns: Columns = {
-            key: [info.get(key) for info in infos] for key in dict.fromkeys(k for i in infos for k in i)
-        }
+        keys = dict.fromkeys(key for info in infos for key in info)
+        columns: Columns = {key: [info.get(key) for info in infos] for key in keys}
         columns["prompts"] = [prompt_text(message_log) for message_log in message_log_batch]
         columns["completions"] = [assistant_text(message_log) for message_log in message_log_batch]
         rewards = [0.0] * len(metadata)

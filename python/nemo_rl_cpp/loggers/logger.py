@@ -160,7 +160,7 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
                 if name not in self._failed:
                     self._failed.add(name)
                     warnings.warn(
-                        f"{name} failed ({error}): the run continues, and later failures are hidden", stacklevel=3
+                        f"{name} failed ({error}): the run continues, later failures are hidden", stacklevel=3
                     )
 
     def __exit__(self, *exc: object) -> None:

@@ -23,9 +23,8 @@ def _sliding_unless_listed(form: Form) -> list[str]:
 
 def _listed(form: Form, every: int, others: str = SLIDING) -> list[str]:
     """Return the kinds of the layers: layer_types if set, otherwise every `every`-th is FULL, and the rest `others`."""
-    return form.get("layer_types") or [
-        FULL if (i + 1) % every == 0 else others for i in range(form["num_hidden_layers"])
-    ]
+    count = form["num_hidden_layers"]
+    return form.get("layer_types") or [FULL if (i + 1) % every == 0 else others for i in range(count)]
 
 
 def _where_switched_on(slides: Callable[[Form, int], bool]) -> Callable[[Form], list[str]]:
@@ -35,9 +34,8 @@ def _where_switched_on(slides: Callable[[Form, int], bool]) -> Callable[[Form], 
     def layer_types(form: Form) -> list[str]:
         if not form["use_sliding_window"]:
             return [FULL] * form["num_hidden_layers"]
-        return form.get("layer_types") or [
-            SLIDING if slides(form, i) else FULL for i in range(form["num_hidden_layers"])
-        ]
+        count = form["num_hidden_layers"]
+        return form.get("layer_types") or [SLIDING if slides(form, i) else FULL for i in range(count)]
 
     return layer_types
 

@@ -101,9 +101,8 @@ def _cache_sizes(config: TrainMasterConfig) -> Iterator[float | None]:
     if "policy.generation.kv_cache_gb" in config.fixed_by_user or config.algorithm == "sft" or sizes is None:
         return
     least = memory.least_cache_bytes(policy, sizes)
-    size = (
-        dict(part for phase in memory.forecast(memory.with_known_sizes(config)) for part in phase.parts)["KV cache"] / 2
-    )
+    phases = memory.forecast(memory.with_known_sizes(config))
+    size = dict(part for phase in phases for part in phase.parts)["KV cache"] / 2
     while size > least:
         yield size / 1e9
         size /= 2

@@ -106,9 +106,8 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         self, cluster: Cluster, config: PolicyConfig | Mapping[str, object], tokenizer: TokenizerType | None, **options: object
     ) -> None:  # fmt: skip
         config = checked_policy(config)
-        super().__init__(
-            HfPolicyWorker if config.backend == "hf" else PolicyWorker, cluster, config, tokenizer, **options
-        )
+        worker = HfPolicyWorker if config.backend == "hf" else PolicyWorker
+        super().__init__(worker, cluster, config, tokenizer, **options)
         self.zero_gradient_share = self.reused_forward_share = 0.0
 
     skips_prev_logprobs, performance = Policy.skips_prev_logprobs, Policy.performance

@@ -227,9 +227,8 @@ def _check(form: Mapping[str, Plain]) -> None:
             f"num_attention_heads {form['num_attention_heads']} is not a multiple of num_key_value_heads {form['num_key_value_heads']}"
         )
     expect(form.get("is_causal", True), "is_causal", form.get("is_causal"), "true, for causal attention,")
-    expect(
-        not form.get("per_layer_config"), "per_layer_config", form.get("per_layer_config"), "null, one size of layers,"
-    )
+    sizes = form.get("per_layer_config")
+    expect(not sizes, "per_layer_config", sizes, "null, one size of layers,")
     made = SUPPORTED_ARCHITECTURES[form["model_type"]]
     activation = form[made.activation]
     if not isinstance(activation, str) or activation not in _ACTIVATIONS or made.one_block != (activation == "relu2"):

@@ -474,9 +474,8 @@ def certain_bytes(config: TrainMasterConfig) -> float | None:
     if phases is None:
         return None
     kept = ("weights", "optimizer", "gradients", "adapters")
-    return max(
-        sum(size for name, size in phase.parts if name.endswith(kept) and "packed" not in name) for phase in phases
-    )
+    counted = [[size for name, size in phase.parts if name.endswith(kept) and "packed" not in name] for phase in phases]
+    return max(map(sum, counted))
 
 
 def fit_text(config: TrainMasterConfig) -> str:

@@ -81,9 +81,8 @@ class ModelFolder:
             widths |= {"q_lora_rank": latent["query_rank"], "kv_lora_rank": latent["rank"],
                        "num_attention_heads * v_head_dim": native["num_heads"] * latent["value_dim"]}  # fmt: skip
         experts = native.get("experts", {})
-        widths |= {
-            f"experts' {name}": experts.get(name, 0) for name in ("intermediate_size", "shared_size", "latent_size")
-        }
+        names = ("intermediate_size", "shared_size", "latent_size")
+        widths |= {f"experts' {name}": experts.get(name, 0) for name in names}
         for name, width in widths.items():
             if width % BLOCK_WEIGHTS:
                 raise ModelFolderError(
@@ -183,9 +182,8 @@ def open_model_folder(
     if name == TINY_RANDOM:
         folder = tiny_random(overrides, seed=seed, value_head=value_head, max_length=max_length)
     else:
-        folder = read_model_folder(
-            resolve_model(name, key=key), overrides, value_head=value_head, max_length=max_length
-        )
+        path = resolve_model(name, key=key)
+        folder = read_model_folder(path, overrides, value_head=value_head, max_length=max_length)
     if max_length is not None:
         hf_config.check_length(folder.config, max_length, length_key, name)
     for remark in folder.remarks:

@@ -114,10 +114,8 @@ class ModelSizes:
 
     def slice(self, count: int) -> ModelSizes:
         """Return the sizes that each of `count` tensor-parallel ranks has."""
-        cut = {
-            name: self.native[name] // count
-            for name in ("intermediate_size", "num_heads", "num_kv_heads", "vocab_size")
-        }
+        names = ("intermediate_size", "num_heads", "num_kv_heads", "vocab_size")
+        cut = {name: self.native[name] // count for name in names}
         return self.of({**self.native, **cut})
 
     @cached_property

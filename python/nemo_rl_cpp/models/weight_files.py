@@ -500,10 +500,8 @@ class SavedAdapter:
         found = raw_tensors([self.folder / WEIGHTS_FILE])
         for name, tensor in self._split(found) if is_fused(self.config) else found:
             is_mixed = alternates_in_peft(name, self.config["model_type"] == "gpt_oss")
-            yield (
-                our_name(name_in_text_model(name)),
-                tensor._replace(data=_even_then_odd(tensor)) if is_mixed else tensor,
-            )
+            data = _even_then_odd(tensor) if is_mixed else tensor.data
+            yield our_name(name_in_text_model(name)), tensor._replace(data=data)
 
     def _split(self, tensors: Iterable[tuple[str, RawTensor]]) -> Iterator[tuple[str, RawTensor]]:
         import numpy as np
@@ -521,9 +519,8 @@ def saved_adapter(weights: Path) -> SavedAdapter | None:
     peft, base = (json.loads((folder / name).read_text()) for name in (CONFIG_FILE, BASE_FILE))
     if "quantization" not in base:
         return None
-    targets = tuple(
-        our_name(f"{module}.weight") for module in adapted_modules_of(tensor_entries(folder / WEIGHTS_FILE))
-    )
+    modules = adapted_modules_of(tensor_entries(folder / WEIGHTS_FILE))
+    targets = tuple(our_name(f"{module}.weight") for module in modules)
     return SavedAdapter(
         folder, peft["r"], float(peft["lora_alpha"]), peft.get("use_rslora", False), targets,
         base["model_name"], base["seed"], base["quantization"], read_json(weights / "config.json"),

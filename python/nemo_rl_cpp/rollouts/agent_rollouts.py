@@ -128,12 +128,10 @@ def message_log(chain: Sequence[Call], tokenizer: TokenizerType) -> LLMMessageLo
             log.append({"role": role, "content": prompt, "token_ids": torch.tensor(new)})
         ids, logprobs = call.sample.token_ids, torch.tensor(call.sample.logprobs, dtype=torch.float32)
         text = text_of(tokenizer, ids, call.prompt_ids)
-        log.append(
-            {"role": "assistant", "content": text, "token_ids": torch.tensor(ids), "generation_logprobs": logprobs}
-        )
-        spelled = text_of(
-            tokenizer, ids[:-1] if call.sample.reason == STOP_TOKEN else ids, call.prompt_ids, skip_special=False
-        )
+        of_tokens = {"token_ids": torch.tensor(ids), "generation_logprobs": logprobs}
+        log.append({"role": "assistant", "content": text, **of_tokens})
+        kept = ids[:-1] if call.sample.reason == STOP_TOKEN else ids
+        spelled = text_of(tokenizer, kept, call.prompt_ids, skip_special=False)
         log[-1] |= flags_of(spelled, opens_thinking=prompt.rstrip().endswith(THINK))
         before = len(call.prompt_ids) + len(ids)
     return log

@@ -209,9 +209,8 @@ class Conversations:
         lengths = torch.tensor([tokens_of(log) for log in logs], dtype=torch.int64)
         ids = torch.cat([message["token_ids"] for log in logs for message in log])
         of_rows = {key: active[key] for key in ("stop_strings", *PASSED_TO_GENERATION) if key in active}
-        inputs = RaggedBatch(
-            offsets_of(lengths), {"input_ids": ids}, of_rows, pad_token_id=self.tokenizer.pad_token_id or 0
-        )
+        pad = self.tokenizer.pad_token_id or 0
+        inputs = RaggedBatch(offsets_of(lengths), {"input_ids": ids}, of_rows, pad_token_id=pad)
         return Turn(active, inputs)
 
     def respond(self, turn: Turn, outputs: Answer) -> None:

@@ -169,9 +169,8 @@ def _text_behind(
 def _plain(message: ChatMessage) -> dict[str, object]:
     plain: dict[str, object] = {"role": message.role, "content": message.text}
     if message.tool_calls:
-        calls = [
-            (c.id, {"name": c.function.name, "arguments": _parsed(c.function.arguments)}) for c in message.tool_calls
-        ]
+        made = [(c.id, c.function) for c in message.tool_calls]
+        calls = [(i, {"name": f.name, "arguments": _parsed(f.arguments)}) for i, f in made]
         plain["tool_calls"] = [{"id": key, "type": "function", "function": function} for key, function in calls]
     for name in ("reasoning_content", "tool_call_id", "name"):
         if (value := getattr(message, name)) is not None:

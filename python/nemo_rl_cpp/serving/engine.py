@@ -238,9 +238,8 @@ class EngineThread:
         try:
             if self._engine is None:
                 self._engine = self._make_engine()
-            rule = C.SamplingRule(
-                temperature=1.0 if greedy else s.temperature, top_p=s.top_p, top_k=s.top_k, greedy=greedy
-            )
+            temperature = 1.0 if greedy else s.temperature
+            rule = C.SamplingRule(temperature=temperature, top_p=s.top_p, top_k=s.top_k, greedy=greedy)
             request.first = self._engine.submit(
                 request.prompt_ids, rule=rule, max_new_tokens=s.max_new_tokens, stop_token_ids=list(s.stop_token_ids),
                 stop_strings=[text.encode() for text in s.stop_strings], samples=request.samples, seed=d.seed, stream=d.stream,

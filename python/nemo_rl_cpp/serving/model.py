@@ -184,9 +184,8 @@ def load_model(
     fits = runner.longest_sequence(sizes.prefill_chunk_tokens, cache_bytes)
     longest = length_that_fits(fits, cache_bytes, opened.max_length, is_given=sizes.max_model_len is not None)
     version = re.fullmatch(r"step_(\d+)", folder.parent.parent.name)  # in a checkpoint: step_N/policy/weights
-    engine = engine_thread(
-        runner, tokenizer, replace(sizes, max_model_len=longest), cache_bytes, int(version[1]) if version else 0
-    )
+    sizes, number = replace(sizes, max_model_len=longest), int(version[1]) if version else 0
+    engine = engine_thread(runner, tokenizer, sizes, cache_bytes, number)
     names, ends = dict.fromkeys(n for n in (served_name, name) if n), end_token_ids(folder, opened.config, tokenizer)
     return ServedModel(
         tuple(names), tokenizer, engine, int(opened.config["vocab_size"]), longest, tuple(ends), Rollouts(seed), limits=limits,

@@ -210,9 +210,8 @@ class Routes:
         name = request.path_params["session"]
         if name not in self.service.sessions:
             raise NotFoundError(f"there is no session {name}")
-        of_session = [
-            [i for i in kept if i.startswith(f"{name}:")] for kept in (self.service.models, self.service.samplers)
-        ]
+        both = self.service.models, self.service.samplers
+        of_session = [[i for i in kept if i.startswith(f"{name}:")] for kept in both]
         metadata = self.service.sessions[name].metadata
         return _json(
             types.GetSessionResponse(training_run_ids=of_session[0], sampler_ids=of_session[1], user_metadata=metadata)

@@ -207,9 +207,8 @@ class SamplingClient:
             topk_prompt_logprobs=topk_prompt_logprobs, topk_sample_logprobs=topk_sample_logprobs,
         )  # fmt: skip
         draws = f"{self._id}:{next(self._numbers)}"
-        return self._core.worker.do(
-            lambda future: self._core.sample(self._sampler, request, draws, future), is_short=True
-        )
+        job = functools.partial(self._core.sample, self._sampler, request, draws)
+        return self._core.worker.do(job, is_short=True)
 
     def compute_logprobs(self, prompt: types.Tokens) -> APIFuture[list[float | None]]:
         """Return a future of each prompt token's log-probability given the preceding ones (None for the first)."""

@@ -178,9 +178,8 @@ class Models:
 
     def sampler(self, path: str | None) -> Sampler:
         if path is None:
-            adapted = self.base.newest or self.base.adapted(
-                Shape(1, train_mlp="experts" not in self.base.folder.native())
-            )
+            mlp = "experts" not in self.base.folder.native()
+            adapted = self.base.newest or self.base.adapted(Shape(1, train_mlp=mlp))
             return Sampler(adapted, adapted.nothing)
         place = Place.of(path)
         adapted = self.base.adapted(self.store.facts(place).shape)

@@ -239,9 +239,8 @@ class Service:
     def _new_model(self, session_id: str, number: int, shape: Shape) -> TrainedModel:
         model_id = f"{session_id}:train:{number}"
         Place.of(f"tinker://{model_id}/weights/x")  # part of its checkpoints' names
-        return self.models.setdefault(
-            model_id, TrainedModel(model_id, Facts(self.base.names[0], shape), session=session_id)
-        )
+        model = TrainedModel(model_id, Facts(self.base.names[0], shape), session=session_id)
+        return self.models.setdefault(model_id, model)
 
     def model(self, model_id: str) -> TrainedModel:
         """Return a model. After a restart of the server, first restore it from its last checkpoint.
@@ -378,9 +377,8 @@ class Service:
             raise ValueError("a request for samples needs sampling_session_id and seq_id")
         asked = sample_request_of(request)
         sampler, request_id = self.sampler(name), f"{name}:{request.seq_id}"
-        self.worker.submit(
-            request_id, lambda future: self.core.sample(sampler, asked, request_id, future), is_short=True
-        )
+        job = functools.partial(self.core.sample, sampler, asked, request_id)
+        self.worker.submit(request_id, job, is_short=True)
         samples = [f"{request_id}:{k}" for k in range(asked.num_samples)]
         return types.UntypedAPIFuture(request_id=request_id, sample_sequence_ids=samples)
 

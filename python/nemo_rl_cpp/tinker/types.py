@@ -155,9 +155,8 @@ def _gspo(logprobs: Tensor, given: Inputs) -> Tensor:
     """Return the loss of GSPO-token (https://arxiv.org/abs/2507.18071), summed over the targets. Each token's ratio is
     the geometric mean of its sequence's ratios where `sequence_ratio_mask` is set, with the token's own gradient."""
     row, mask = given["row"], (given["sequence_ratio_mask"] != 0).to(logprobs.dtype)
-    sums = torch.zeros(int(row.max()) + 1, dtype=logprobs.dtype).index_add(
-        0, row, (logprobs.detach() - given["logprobs"]) * mask
-    )
+    differences = (logprobs.detach() - given["logprobs"]) * mask
+    sums = torch.zeros(int(row.max()) + 1, dtype=logprobs.dtype).index_add(0, row, differences)
     mean = sums / torch.zeros_like(sums).index_add(0, row, mask).clamp(min=1)  # 0 for a sequence without a ratio
     return _ppo(logprobs, given, torch.exp(mean[row] + logprobs - logprobs.detach()))
 

@@ -99,7 +99,7 @@ def test_invalid_data_loader_options_and_states_are_errors():
         with pytest.raises(ValueError, match=message):
             loader(**options)
     for other, said in (
-        (loader(n=11), "data.train has 11 rows, not 10, so this is another run than that of the checkpoint: set it back"),
+        (loader(n=11), "data.train has 11 rows, not 10, so this is another run than the checkpoint's: set it back"),
         (loader(seed=1), "has seed 1, not 42"), (loader(shuffle=True), "has shuffle True, not False"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):

@@ -86,9 +86,8 @@ class NemoGymDataset(RawDataset):
     def __init__(
         self, data_path: str, repeat: int = 1, split_validation_size: float = 0, seed: int = 42, **kwargs: object
     ) -> None:
-        rows = [
-            self._row(row, f"data: {data_path}, row {i + 1}") for i, row in enumerate(load_dataset_from_path(data_path))
-        ]
+        given = enumerate(load_dataset_from_path(data_path), start=1)
+        rows = [self._row(row, f"data: {data_path}, row {i}") for i, row in given]
         self.dataset = ListDataset(rows * repeat)
         self.split_train_validation(split_validation_size, seed)
 

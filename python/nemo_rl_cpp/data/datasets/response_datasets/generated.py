@@ -40,9 +40,8 @@ class GeneratedDataset(RawDataset, ABC):
         if split_validation_size:
             if split == "validation":
                 raise ValueError("data: split_validation_size makes no sense with split: validation")
-            self.val_dataset = ListDataset(
-                self.rows(True, held_out_count(split_validation_size, len(self.dataset)), seed)
-            )
+            held = held_out_count(split_validation_size, len(self.dataset))
+            self.val_dataset = ListDataset(self.rows(True, held, seed))
 
     @abstractmethod
     def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:

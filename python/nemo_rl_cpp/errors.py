@@ -47,11 +47,8 @@ class UserCodeError(Exception):
 
 
 class Finding(NamedTuple):
-    """A problem that a check found. If its `level` is "error", the run ends before it starts; a "warning" is only
-    printed.
-
-    `key` is the dotted configuration key to change, or "". `message` is one sentence that says what is wrong and what
-    to do."""
+    """A problem that a check found. With `level` "error" the run ends before it starts; a "warning" is only printed.
+    `key` is the dotted key to change, or "". `message` is one sentence on what is wrong and what to do."""
 
     level: Literal["error", "warning"]
     key: str
@@ -134,10 +131,7 @@ def _places(error: BaseException) -> list[Place]:
 
 def user_place(error: BaseException) -> Place | None:
     """Return the line of user code (file, line number, function) that raised an exception inside a call of this
-    package; None if this package raised it.
-
-    Libraries are skipped: if the user's function passes a wrong argument to a library, the line in the user's function
-    is returned. Code that called this package is skipped, too."""
+    package; None if this package raised it. Libraries, and code that called this package, are skipped."""
     places = _places(error)
     first = next((i for i, place in enumerate(places) if _is_ours(place.file)), len(places))
     for place in reversed(places[first:]):

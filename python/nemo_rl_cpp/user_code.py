@@ -59,11 +59,9 @@ def runs_here() -> bool:
 
 
 def serve(work: Callable[[], object]) -> Any:
-    """Run `work()` in a new thread and return its result. Meanwhile the current thread makes the calls of user code
-    that `work` requests with `call_user`.
-
-    Raise what `work` raises. If a signal raises KeyboardInterrupt or SystemExit, `work` is ended, too. Calls may be
-    nested: a callback may run a validation."""
+    """Run `work()` in a new thread and return its result, while the current thread makes the calls that it requests
+    with `call_user`. Calls may be nested. Raise what `work` raises. KeyboardInterrupt or SystemExit of a signal ends
+    `work`, too."""
     return _caller().serve(work)
 
 

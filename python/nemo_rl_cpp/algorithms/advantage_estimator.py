@@ -400,10 +400,9 @@ def register_estimator(
     keys: type[Section] | None = None,
     algorithm: str = "grpo",
 ) -> None:
-    """Register a custom estimator, so that configurations can select it with `<algorithm>.adv_estimator.name`.
-
-    `cls` is called with the sections `adv_estimator` and `loss_fn`. The fields of `keys`, a pydantic model, become keys
-    of the section `adv_estimator`, unless it already has them. Raise ValueError if the name is taken."""
+    """Register a custom estimator for the key `<algorithm>.adv_estimator.name`. `cls` is called with the sections
+    `adv_estimator` and `loss_fn`. The fields of `keys`, a pydantic model, become keys of `adv_estimator` unless it has
+    them. Raise ValueError if the name is taken."""
     section = GAEConfig if algorithm == "ppo" else AdvEstimatorConfig
     fields = {} if keys is None else keys.model_fields
     ADVANTAGE_ESTIMATORS.add(name, EstimatorEntry(cls, (algorithm,)), section, fields)

@@ -129,11 +129,9 @@ class _EstimatedAdvantages:
 
 
 class GroupAdvantages(_EstimatedAdvantages):
-    """The stage that computes advantages in GRPO, by comparing each sample with the others of its group. `group_id`
-    defines the groups, so two equal prompts of a batch are two groups.
-
-    If `masked_reward_policy` is exclude, a group's statistics exclude samples that receive no gradient. Advantages are
-    clipped to [advantage_clip_low, advantage_clip_high]; None means no bound."""
+    """The stage that computes advantages in GRPO, by comparing each sample with the others of its `group_id`. If
+    `masked_reward_policy` is exclude, statistics exclude samples without a gradient. Advantages are clipped to
+    [advantage_clip_low, advantage_clip_high]; None means no bound."""
 
     def __init__(self, estimator: AdvantageEstimator, grpo: GRPOConfig | DistillationConfig) -> None:
         super().__init__(estimator)

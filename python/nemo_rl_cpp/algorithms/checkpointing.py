@@ -282,10 +282,9 @@ def publish(config: CheckpointingConfig, checkpoint: Path | None) -> dict[str, s
 
 
 def open_checkpoints(checkpoints: CheckpointManager, config: TrainMasterConfig) -> Resume:
-    """Lock the checkpoint folder until `CheckpointManager.shutdown`, and return where to resume.
-
-    Raise ResumeError (a ValueError) if the checkpoint belongs to a different run (`checks/folders.py`), and FolderError
-    if a different run has locked the folder."""
+    """Lock the checkpoint folder until `CheckpointManager.shutdown`, and return where to resume. Raise ResumeError (a
+    ValueError) if the checkpoint is another run's (`checks/folders.py`), and FolderError if another run has locked the
+    folder."""
     checkpoints.claim()
     resume = find_resume(checkpoints)
     if resume.path is not None:

@@ -103,10 +103,9 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
         return metrics
 
     def make(self, weight_version: int, timer: Timer) -> Collected:
-        """Generate rounds of rollouts (several with dynamic sampling) until a step has enough, and return them.
-
-        Add to the rollouts `raw_reward` float32 [B], which the environments returned, and `weight_version` int64 [B]:
-        that of the argument, or with in-flight weight updates the oldest that sampled any token of the row."""
+        """Generate rounds of rollouts (several with dynamic sampling) until a step has enough. Add `raw_reward` float32
+        [B], as the environments returned it, and `weight_version` int64 [B]: the argument, or with in-flight weight
+        updates the oldest version that sampled any token of the row."""
         rounds: list[Round] = []
         while not self.sampler.full:
             prompts = self.prompts.next()

@@ -73,11 +73,9 @@ class Made(NamedTuple):
 def make_component(
     found: Any, what: str, base: str, method: str, kwargs: Mapping[str, object], sections: Mapping[str, object]
 ) -> Made:
-    """Make a component from a class, a function, or an object with the method `method`.
-
-    A class is constructed with the user's arguments `kwargs`, and with each of the configuration `sections` for which
-    its __init__ has a parameter. A function or an object gets `kwargs` in each call. Raise LoadingError if the method
-    is missing; `what` describes the component, and `base` is the class to derive from."""
+    """Make a component from a class, a function, or an object with the method `method`. A class is constructed with the
+    user's arguments `kwargs` and the `sections` that its __init__ takes; a function or an object gets `kwargs` in each
+    call. Raise LoadingError, in which `what` is the component and `base` its base class, if the method is missing."""
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise LoadingError(f"{what} lacks {' and '.join(missing)}, which {base} asks for")
     with user_code(what):
@@ -119,10 +117,9 @@ def _taken(function: Callable[..., object], inputs: Mapping[str, object]) -> dic
 
 
 class OwnEstimator(AdvantageEstimator):
-    """A custom advantage estimator: an object with `compute_advantage`, or a function with the same inputs.
-
-    Advantages of shape [B], one per sample, apply to all tokens of the sample. A call raises ValueError if the
-    estimator returns no tensor, a different shape, or values that are not finite."""
+    """A custom advantage estimator: an object with `compute_advantage`, or a function with the same inputs. Advantages
+    of shape [B] apply to all tokens of each sample. A call raises ValueError if the result is no tensor, has another
+    shape, or is not finite."""
 
     def __init__(
         self, found: object, algorithm: str, settings: AdvEstimatorConfig | GAEConfig, loss: ClippedPGLossConfig, name: str | None = None

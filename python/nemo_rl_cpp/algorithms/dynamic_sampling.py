@@ -95,10 +95,8 @@ class GroupSampler:
         return 0 if self._cache is None else int(self._cache["group_id"].max()) + 1
 
     def add(self, rollouts: Rollouts) -> None:
-        """Add a batch of rollouts.
-
-        Raise ValueError for a reward that is not finite, and DynamicSamplingExhausted if this was the last allowed
-        batch and there are still fewer than `num_groups` groups."""
+        """Add a batch of rollouts. Raise ValueError for a reward that is not finite, and DynamicSamplingExhausted if
+        this was the last allowed batch and there are fewer than `num_groups` groups."""
         # raw rewards, because shaping can make the equal rewards of a group differ
         rewards = rollouts["unshaped_total_reward" if "unshaped_total_reward" in rollouts else "total_reward"]
         bad = (~torch.isfinite(rewards)).nonzero().flatten().tolist()

@@ -66,10 +66,8 @@ def shaping_warning(cfg: RewardShapingConfig) -> str | None:
 
 
 def scale_rewards(repeated_batch: BatchT, reward_scaling_cfg: RewardScalingConfig) -> BatchT:
-    """Rescale `total_reward` and every `reward/<name>` of the batch linearly, in place, and return the batch.
-
-    r -> target_min + (clamp(r) - source_min) / (source_max - source_min) * (target_max - target_min). Print how many
-    rewards were clamped."""
+    """Rescale `total_reward` and every `reward/<name>` linearly in place: r -> target_min + (clamp(r) - source_min) /
+    (source_max - source_min) * (target_max - target_min). Print how many were clamped; return the batch."""
     cfg = as_model(reward_scaling_cfg, RewardScalingConfig)
     if not cfg.enabled:
         return repeated_batch

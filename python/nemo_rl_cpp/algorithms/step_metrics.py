@@ -59,9 +59,7 @@ def _mean_of_tokens(sums: list[float], tokens: list[float]) -> float:
 
 def training_metrics(result: TrainingResult) -> dict[str, float]:
     """Return the metrics of one `policy.train` call. `loss` is the sum over micro-batches, as in NeMo RL.
-
-    `max_logprob_gap` and `logprob_mismatched_tokens` compare generation with the first training forward pass; both are
-    0 if the two compute exactly the same."""
+    `max_logprob_gap` and `logprob_mismatched_tokens` compare generation with the first training forward pass."""
     metrics = {"loss": float(result["loss"].mean()), "grad_norm": float(result["grad_norm"].mean())}
     metrics |= aggregate_microbatch_metrics(result["all_mb_metrics"])
     exactness = result.get("exactness")

@@ -8,11 +8,9 @@ from nemo_rl_cpp.config.access import as_number
 
 @dataclass
 class TrainState:
-    """The counters of a run, saved as `training_info.json` in every checkpoint, with NeMo RL's field names.
-
-    This class counts steps from 0, logs count them from 1: `total_steps` steps are finished, and step `total_steps + 1`
-    is next. `draw_counter` counts every prompt drawn in the whole run, including those that dynamic sampling drops. It
-    seeds the random numbers of generation, so a prompt that is drawn twice gets different responses."""
+    """The counters of a run, saved as `training_info.json` with NeMo RL's field names. Steps count from 0:
+    `total_steps` are finished. `draw_counter` counts every prompt drawn in the run, including those that dynamic
+    sampling drops, and seeds generation, so a prompt that is drawn twice gets different responses."""
 
     consumed_samples: int = 0
     current_step: int = 0

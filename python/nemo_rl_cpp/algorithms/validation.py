@@ -41,10 +41,8 @@ OWN_METRICS = (
 
 @dataclass
 class Validator:
-    """A validator, which runs validations and decides when they are due.
-
-    Sampling is seeded with the name `val` and the index of the prompt in the data set. Two validations of the same
-    weights therefore give the same responses, also in a resumed run."""
+    """A validator, which runs validations and decides when they are due. Sampling is seeded with the name `val` and the
+    prompt's index in the data set, so two validations of the same weights give the same responses."""
 
     generation: GenerationInterface
     loader: StatefulDataLoader

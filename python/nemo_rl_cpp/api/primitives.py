@@ -59,11 +59,8 @@ class Model:
 
 
 class Engine:
-    """An engine that samples responses from a `Model`.
-
-    Args:
-        settings: keys of `policy.generation`, such as `max_new_tokens=64, temperature=0.7`.
-        seed: seeds the sampling. Each call of `sample` gives different samples."""
+    """An engine that samples responses from a `Model`. `settings` are keys of `policy.generation`, such as
+    `max_new_tokens=64, temperature=0.7`. `seed` seeds the sampling; each call of `sample` gives different samples."""
 
     def __init__(self, model: Model, *, seed: int = 0, **settings: object) -> None:
         ends = end_token_ids(model.folder.path, model.folder.config, model.tokenizer)
@@ -109,11 +106,8 @@ class Engine:
 
 
 class Trainer:
-    """A trainer that updates a model's weights with AdamW.
-
-    Args:
-        temperature, top_p, top_k: the values given to the engine. The trainer computes log-probabilities with these
-            values, so that they are bit-identical to the engine's. Raise ValueError for those that the engine rejects."""
+    """A trainer that updates a model's weights with AdamW. `temperature`, `top_p` and `top_k` are the engine's, so that
+    its log-probabilities are bit-identical to the engine's. Raise ValueError for values that the engine rejects."""
 
     def __init__(self, model: Model, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int | None = 0) -> None:
         given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}

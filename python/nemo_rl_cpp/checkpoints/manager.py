@@ -157,10 +157,9 @@ class CheckpointManager:
                 warnings.warn(text, stacklevel=4)
 
     def claim(self) -> None:
-        """Lock the folder against other runs until `shutdown`, or until this process ends.
-
-        Raise FolderInUseError if another run uses the folder, and FolderError if it cannot be created or written; both
-        are ValueErrors. Do nothing if checkpoints are disabled."""
+        """Lock the folder against other runs until `shutdown` or this process's end, unless checkpoints are disabled.
+        Raise FolderInUseError if another run uses it, FolderError if it cannot be created or written (both
+        ValueErrors)."""
         if not self.enabled or self._claimed:
             return
         try:
@@ -267,10 +266,9 @@ class CheckpointManager:
             _recover(self.checkpoint_dir)
 
     def _thin_out(self) -> None:
-        """Remove all checkpoints but the latest, the newest `ft_keep_latest_k`, and the best `keep_top_k` (null: all)
-        of the steps that are multiples of `save_period`. If both keys are null, remove nothing.
-
-        Best is by metric. Checkpoints without it rank last; in a tie, newer ones rank first."""
+        """Remove all checkpoints but the latest, the newest `ft_keep_latest_k`, and of the steps that are multiples of
+        `save_period` the `keep_top_k` (null: all) best by metric, newer first in a tie, those without it last. If both
+        keys are null, remove nothing."""
         if self.config.keep_top_k is None and self.config.ft_keep_latest_k is None:
             return
         records = history(self.checkpoint_dir)

@@ -48,10 +48,8 @@ def train(arguments: Sequence[str], kind: str | None = None) -> int:
 
 
 def train_to_the_end(config: TrainMasterConfig) -> None:
-    """Build the run and train it.
-
-    If a worker is lost (killed, stopped, or its machine is gone), resume from the newest checkpoint with new workers,
-    at most `cluster.max_restarts` times, unless the user has asked the run to end. Any other error ends the run."""
+    """Build the run and train it. If a worker is lost (killed, stopped, or its machine is gone), resume from the newest
+    checkpoint with new workers, at most `cluster.max_restarts` times, unless the user has asked the run to end."""
     from nemo_rl_cpp.algorithms.build import build_run  # loads torch, so only after the configuration was checked
 
     run = None

@@ -27,9 +27,7 @@ _VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*([A-Za-z_]\w*)")
 
 def environment_texts(file: str | os.PathLike[str], overrides: Sequence[str]) -> dict[str, str]:
     """Return {value of an environment variable: "${oc.env:NAME}"} for each variable that the file, a parent file or an
-    override reads.
-
-    Values of fewer than six characters are omitted, because they may occur by chance in other text."""
+    override reads, if it has six characters or more: shorter values may occur by chance in other text."""
     try:
         tree = _config.load_file(os.fspath(file), folders=parent_folders())
     except _config.LoadError:

@@ -107,11 +107,9 @@ def fill_prompt(prompt: str, question: str) -> str:
 
 @lru_cache(maxsize=64)
 def split_prompt(prompt: str) -> tuple[str, str]:
-    """Return the text before and after the placeholder `{}` of a prompt file. Raise ValueError, which quotes the line
-    of the mistake, unless there is exactly one.
-
-    If all other braces are doubled, the text is parsed as by `str.format`. Otherwise other braces are literal, and a
-    `{}` that is the argument of a LaTeX command is not a placeholder."""
+    """Return the text before and after the placeholder `{}` of a prompt file. If all other braces are doubled, the text
+    is parsed as by `str.format`; otherwise they are literal, and the argument of a LaTeX command is no placeholder.
+    Raise ValueError, which quotes the line, unless there is exactly one."""
     tokens = [(found.start(), found[0]) for found in _TOKEN.finditer(prompt)]
     places = [(start, token) for start, token in tokens if token in ("{}", "{0}")]
     formatted = all(token in ("{{", "}}", "{}", "{0}") for _, token in tokens) and len(places) <= 1

@@ -200,10 +200,9 @@ def _spelling(tokenizer: TokenizerType) -> Callable[[int], str | None]:
 def _context(
     decode: Callable[[Sequence[int]], str], spelling: Callable[[int], str | None], before: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return (context, unfinished), the ids at the end of `before` that suffice to decode the ids that follow.
-
-    `unfinished` holds the last ids whose bytes form no whole character yet. `context` is the last id that alone decodes
-    to whole characters; if there is none, all ids before `unfinished`."""
+    """Return (context, unfinished) at the end of `before`, with which the following ids decode: the last ids whose
+    bytes form no whole character yet are `unfinished`, and the last id before that decodes alone (or all) is
+    `context`."""
     before = list(before)
 
     def is_text(token: int) -> bool:

@@ -197,11 +197,8 @@ def _wait_at_most(connection: Connection, seconds: float) -> None:
 
 
 class SocketPeer:
-    """A worker connected by a socket. One thread sends calls; another receives results and heartbeats.
-
-    Attributes:
-        pid: process id of the worker on its machine.
-        where: text that names the machine in error messages; empty for this machine."""
+    """A worker (process `pid`, on another machine if `where` names one) connected by a socket. One thread sends calls;
+    another receives results and heartbeats."""
 
     pid: int
     where = ""

@@ -141,11 +141,8 @@ class WorkerCall(Future):
 
 
 class Workers(Protocol):
-    """The interface of a cluster's workers, independent of how they are started.
-
-    Attributes:
-        tells_events: whether a call can report events while it runs.
-        host: the address at which workers, even of another cluster, reach this process."""
+    """The interface of a cluster's workers, independent of how they are started. `tells_events`: whether a call can
+    report events while it runs. `host`: the address at which workers, even of another cluster, reach this process."""
 
     tells_events: bool
     host: str

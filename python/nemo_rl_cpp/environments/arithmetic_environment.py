@@ -25,10 +25,8 @@ def _expected(info: GroundTruth) -> Decimal:
 
 class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
     """An environment that gives reward 1 if the response is well-formed and its first number equals
-    `metadata["ground_truth"]`, otherwise 0. A response is well-formed if it is a complete line (it contains a line end,
-    the stop string), or consists only of an integer.
-
-    Metrics: `well_formed`, the fraction of well-formed responses, and `accuracy_of_well_formed`, their accuracy."""
+    `metadata["ground_truth"]`, otherwise 0. Well-formed is a complete line (with the stop string, a line end) or an
+    integer alone. Metrics: the fraction `well_formed`, and `accuracy_of_well_formed`."""
 
     can_be_asked_again = True
 

@@ -108,10 +108,9 @@ class Environment(Protocol):
 
 
 class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
-    """The base class of environments, which receive conversations and return observations and rewards.
-
-    `Environment.remote(...)` returns a handle whose methods can run concurrently with the caller:
-    `nemo_rl_cpp.distributed.get(env.step.remote(logs, metadata))`. A directly constructed object also works."""
+    """The base class of environments, which receive conversations and return observations and rewards. The methods of
+    `Environment.remote(...)` run concurrently with the caller: `nemo_rl_cpp.distributed.get(env.step.remote(logs,
+    metadata))`. A directly constructed object also works."""
 
     scores_rows_alone: bool = False
     runs_rollouts: bool = False

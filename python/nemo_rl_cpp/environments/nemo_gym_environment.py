@@ -33,11 +33,9 @@ _SAMPLING = ("temperature", "top_p", "top_k")  # the policy's server samples as 
 
 
 class NemoGymEnvironment(AgentEnvironment):
-    """An environment that sends each row to the NeMo Gym agent that the row names. The reward is the one that the
-    agent's resource server returns, or its `reward_components`.
-
-    A rollout that the server flags with `mask_sample` counts in its group's baseline, but is not trained on, unless
-    `env.should_mask_flagged_samples` is false. Metrics: each number in the server's result as AGENT/NAME."""
+    """An environment that sends each row to the NeMo Gym agent that the row names. The reward is the resource server's,
+    or its `reward_components`. Rollouts flagged with `mask_sample` count in their group's baseline, but are not trained
+    on, unless `env.should_mask_flagged_samples` is false. Metrics: the result's numbers as AGENT/NAME."""
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self._config = as_model(cfg, NemoGymEnvConfig, "env.nemo_gym")

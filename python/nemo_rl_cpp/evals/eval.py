@@ -143,11 +143,9 @@ def _hf_generation(config: MasterConfig, tokenizer: TokenizerType, given: int | 
 def run_env_eval(
     vllm_generation: BaseEngine, dataloader: Iterable[BatchedDataDict], env: Environment, master_config: MasterConfig
 ) -> EvalResult:
-    """Generate `eval.num_tests_per_prompt` responses per prompt, score them, save and print the result, and return it.
-
-    A response is correct if its reward is 1. Sampling is seeded by (eval.seed, the name "eval", prompt index, response
-    index), so the score does not depend on generation.num_prompts_per_step. Raise ValueError for cons@k if the
-    environment extracts no answers."""
+    """Generate `eval.num_tests_per_prompt` responses per prompt, score them (reward 1: correct), save and print the
+    result, and return it. Sampling is seeded by (eval.seed, "eval", prompt index, response index), whatever
+    num_prompts_per_step is. Raise ValueError for cons@k if the environment extracts no answers."""
     result, samples = measure(vllm_generation, dataloader, env, master_config)
     if master_config.eval.save_path is not None:
         save_evaluation_data(samples, master_config, Path(master_config.eval.save_path))

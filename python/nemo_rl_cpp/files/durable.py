@@ -37,10 +37,8 @@ def rename(source: Path, target: Path) -> None:
 
 
 def publish_folder(fresh: Path, target: Path, old: Path) -> None:
-    """Rename the folder `fresh`, completed by `seal_folder`, to `target`.
-
-    An existing target is first renamed to `old`, which the caller then removes. If the rename of `fresh` fails, `old`
-    is renamed back to `target`. After a crash between the two renames there is no target; the next start of a run
+    """Rename the folder `fresh`, completed by `seal_folder`, to `target`. An existing target is first renamed to `old`,
+    for the caller to remove, and back if the rename of `fresh` fails. After a crash in between, the next start of a run
     renames `old` back."""
     if not target.exists():
         rename(fresh, target)

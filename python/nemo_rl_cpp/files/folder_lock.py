@@ -27,10 +27,9 @@ class FolderInUseError(FolderError, RuntimeError):
 
 
 class FolderLock:
-    """A lock on a folder, held from construction until `close` or the end of the process, not by forked children.
-
-    Raise FolderInUseError with process, host and time if another run holds the lock, and FolderError if the folder
-    cannot be locked. `key` is the configuration key in error messages. Warn if the file system has no locks."""
+    """A lock on a folder until `close` or the end of the process, not held by forked children. Raise FolderInUseError
+    with process, host and time if another run holds it, and FolderError, with the configuration key `key`, if the
+    folder cannot be locked. Warn if the file system has no locks."""
 
     def __init__(self, folder: Path, key: str) -> None:
         from filelock import FileLock, Timeout  # importing takes 20 ms, which a run without checkpoints saves

@@ -125,11 +125,9 @@ HYPERPARAMS = "hyperparams.json"
 
 
 class JsonlLogger(LoggerInterface):
-    """A backend that writes one line per call to metrics.jsonl: `{"step": 3, "train/loss": 0.1, ...}`, sorted.
-
-    Non-finite values are strings. Metrics with their own x axis (`step_metric`) are written to system.jsonl. Each line
-    is one write, so a killed process leaves at most an incomplete last line, which readers skip. If the disk is full,
-    lines are kept in memory and written with the next line."""
+    """A backend that writes one sorted line per call, `{"step": 3, "train/loss": 0.1, ...}`, to metrics.jsonl, or with
+    an own x axis (`step_metric`) to system.jsonl. Each line is one write, so a kill leaves at most an incomplete last
+    line, which readers skip. If the disk is full, lines wait in memory for the next."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir

@@ -77,10 +77,9 @@ def startup_objects_frozen() -> Iterator[None]:
 
 
 class PhaseMemory:
-    """An observer that measures peak memory per phase and of the whole run. `timer.subscribe(PhaseMemory())` makes the
-    outermost stages its phases.
-
-    If the system cannot reset the peak, a phase reports the memory in use at its end."""
+    """An observer that measures peak memory of the whole run and per phase, the outermost stages of
+    `timer.subscribe(PhaseMemory())`. If the system cannot reset the peak, a phase reports the memory in use at its
+    end."""
 
     def __init__(self) -> None:
         self.peak_bytes: dict[str, int] = {}

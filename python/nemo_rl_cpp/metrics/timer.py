@@ -97,11 +97,8 @@ def convert_to_seconds(time_string: str) -> int:
 
 
 class TimeoutChecker:
-    """A checker that reports once that the run must save and end, because its time is up, or because another step as
-    slow as the slowest so far would exceed the limit.
-
-    `timeout` is a duration `DD:HH:MM:SS` that starts with the creation of this object
-    (`checkpointing.checkpoint_must_save_by`); None means no limit."""
+    """A checker that reports once that the run must save and end: because the duration `timeout` (`DD:HH:MM:SS`, None:
+    no limit) since this object's creation is over, or another step as slow as the slowest so far would exceed it."""
 
     def __init__(self, timeout: str | None) -> None:
         self.limit = float("inf") if timeout is None else float(convert_to_seconds(timeout))

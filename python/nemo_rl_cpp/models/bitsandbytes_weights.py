@@ -27,11 +27,9 @@ _DTYPES = {"F32": np.float32, "U8": np.uint8, "I8": np.int8}
 
 
 class QuantisedTensors:
-    """The tensors of a safetensors file that bitsandbytes wrote, in which the parts of each quantised matrix (codes and
-    scales) appear as one tensor.
-
-    `places` maps a tensor's name to its `Place`. `restored` returns a matrix in nf4 with the dtype NF4, the block
-    format that the native core reads, and a matrix in 8 bits as float32."""
+    """The tensors of a safetensors file that bitsandbytes wrote, with each quantised matrix (codes and scales) as one.
+    `places` maps a name to its `Place`. `restored` returns a matrix in nf4 in the native core's block format NF4, and a
+    matrix in 8 bits as float32."""
 
     def __init__(self, file: Path, entries: Mapping[str, Place]) -> None:
         self._file, self._entries = file, entries

@@ -365,10 +365,8 @@ def value_quality(h: MetricHistory) -> Found:
 
 
 class Alerts:
-    """Warnings for the terminal, which this module's rules find in the metrics of this process's steps.
-
-    The rules are applied from the third step on, later whenever the number of steps has grown by a twentieth, so that
-    long runs spend almost no time on them."""
+    """Warnings for the terminal, which the rules find in the metrics of this process's steps. They are applied from the
+    third step on, later whenever the steps have grown by a twentieth, to spend almost no time in long runs."""
 
     def __init__(self, settings: Mapping[str, object] | None = None) -> None:
         """Watch the metrics of a run. `settings` is the run's configuration, a plain mapping (see `MetricHistory`)."""

@@ -299,11 +299,9 @@ _STORED = ("title", "status", "message", "total_steps", "environment", "given")
 
 
 class ReportWriter:
-    """A writer of `<log_dir>/report.html`, from metrics.jsonl and the rollout files in the folder.
-
-    `update()` after each step usually costs almost nothing: it writes the page at most every five seconds, and for less
-    than 2 % of the time. The page is replaced atomically, so the file is always complete, even after a crash.
-    `write_report(log_dir)` writes it from the files alone."""
+    """A writer of `<log_dir>/report.html`, from metrics.jsonl and the rollout files in the folder. `update()` after
+    each step writes it at most every five seconds, for less than 2 % of the time, and atomically, so the file is always
+    complete."""
 
     def __init__(
         self, log_dir: Path | str, config: MasterConfig | None = None, total_steps: int | None = None,

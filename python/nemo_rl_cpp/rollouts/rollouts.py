@@ -122,10 +122,9 @@ def merged_returns(parts: list[tuple[list[int], EnvironmentReturn]], size: int) 
 
 
 class EarlyScoring:
-    """The scoring of responses that end while others of their turn are generated (`calculate_rewards` does the rest).
-
-    Only environments that score rows independently (`scores_rows_alone`) and run concurrently (`.remote`) take part, so
-    rewards equal those of one call at the end. Rows that end while an environment is busy form its next call."""
+    """The scoring of responses that end while others of their turn are generated (`calculate_rewards` does the rest),
+    by environments that score rows independently (`scores_rows_alone`) and run concurrently (`.remote`). Rows that end
+    while an environment is busy form its next call."""
 
     def __init__(self, active: DatumBatch, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment]) -> None:
         self._active, self._tokenizer = active, tokenizer
@@ -360,10 +359,9 @@ def with_greedy_baseline(
 
 
 class PromptSource:
-    """A source of prompts, which draws batches from a data loader and repeats every prompt G times.
-
-    When the loader ends, it starts over, so a step continues with the next epoch. Every prompt gets the next draw id of
-    the run, which `state` counts. It seeds the sampling of the prompt's responses, and is its `group_id`."""
+    """A source of prompts, which repeats every prompt of a data loader G times, and restarts the loader at its end,
+    within a step. Every prompt gets the run's next draw id (`state`), which seeds its responses and is its
+    `group_id`."""
 
     def __init__(
         self, loader: StatefulDataLoader | MultipleDataloaderWrapper, num_generations: int, state: TrainState

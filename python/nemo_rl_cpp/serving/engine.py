@@ -113,10 +113,9 @@ class EngineState:
 
 
 class EngineThread:
-    """A thread that runs an engine of the native core for requests, while it is open.
-
-    While closed, it frees its KV cache and lets requests wait. Closing lets running requests finish first, so each
-    response comes from one version of the weights. `make_engine` is called in this thread when needed."""
+    """A thread that runs an engine (`make_engine`) of the native core for requests, while it is open. Closing lets
+    running requests finish, so each response comes from one version of the weights, and frees the KV cache; others
+    wait."""
 
     step_seconds = 600.0  # the longest time that a step may take
 

@@ -42,10 +42,8 @@ def _saved(tokenizer: TokenizerType) -> tempfile.TemporaryDirectory:
 
 @dataclass(eq=False, repr=False)
 class ServedGeneration(GenerationInterface):
-    """A generation engine for the training loop that also serves the model over HTTP, but never at the same time.
-
-    The server answers between `prepare_for_generation` and `finish_generation`; at other times requests wait. Requests
-    in flight at `finish_generation` get up to 30 s to finish, because the weights are about to change."""
+    """A generation engine for the training loop that also serves the model over HTTP, between `prepare_for_generation`
+    and `finish_generation`; at other times requests wait. Those in flight at the end get up to 30 s to finish."""
 
     inner: NativeGeneration
     model: ServedModel

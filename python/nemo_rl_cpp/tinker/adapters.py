@@ -48,11 +48,8 @@ class Shape:
 
 @dataclass
 class Base:
-    """The base model with which the server was started.
-
-    Attributes:
-        names: the model names that clients may use; the server lists the first.
-        cache_bytes: size of the KV cache of one sampler, in bytes."""
+    """The base model with which the server was started. Clients may use any of `names`; the server lists the first.
+    `cache_bytes` is the size of a sampler's KV cache."""
 
     names: tuple[str, ...]
     folder: ModelFolder

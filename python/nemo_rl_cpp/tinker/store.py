@@ -46,10 +46,7 @@ class Place:
 
 @dataclass
 class Facts:
-    """The metadata of a checkpoint.
-
-    Attributes:
-        next_seq: the number of the model's next request when the checkpoint was saved."""
+    """The metadata of a checkpoint, with the number `next_seq` of the model's next request when it was saved."""
 
     base_model: str
     shape: Shape

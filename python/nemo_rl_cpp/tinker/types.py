@@ -25,11 +25,8 @@ _MOST_SAMPLES = 1024
 
 @dataclass
 class Datum:
-    """A training sequence.
-
-    Attributes:
-        model_input: the N input tokens.
-        loss_fn_inputs: tensors or lists [N] by name. `target_tokens` holds the token that follows each input token."""
+    """A training sequence: N input tokens, and tensors or lists [N] by name, of which `target_tokens` holds the token
+    that follows each input token."""
 
     model_input: Tokens
     loss_fn_inputs: Mapping[str, Tensor | Sequence[float]]
@@ -84,11 +81,8 @@ class SampleRequest:
 
 @dataclass
 class ForwardBackwardOutput:
-    """The result of `forward` and `forward_backward`.
-
-    Attributes:
-        loss_fn_outputs: for each datum {"logprobs": the log-probabilities of its targets, float32 [N]}.
-        metrics: the loss, as `loss:sum`."""
+    """The result of `forward` and `forward_backward`: for each datum {"logprobs": the log-probabilities of its targets,
+    float32 [N]}, and the loss, as the metric `loss:sum`."""
 
     loss_fn_outputs: list[dict[str, Tensor]]
     metrics: dict[str, float]
@@ -107,11 +101,8 @@ class SampledSequence:
 
 @dataclass
 class SampleResponse:
-    """The responses to a prompt.
-
-    Attributes:
-        prompt_logprobs: the log-probability of each prompt token; None for the first and for tokens not requested.
-        topk_prompt_logprobs: for each position of the prompt, (token, log-probability) of the most likely tokens."""
+    """The responses to a prompt, with the log-probability of each prompt token (None for the first and for tokens not
+    requested), and for each of its positions (token, log-probability) of the most likely tokens."""
 
     sequences: list[SampledSequence]
     prompt_logprobs: list[float | None] | None = None

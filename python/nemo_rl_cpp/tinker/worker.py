@@ -41,10 +41,8 @@ class APIFuture(Future, Generic[T]):
 
 @dataclass(eq=False)
 class Job:
-    """A call to make in the worker's thread, and the future for its result.
-
-    If `is_short`, the call only queues a request for samples, so it runs even in a sampler's turn. It is passed the
-    future, whose result the sampler sets later."""
+    """A call to make in the worker's thread, and the future for its result. If `is_short`, the call, which gets the
+    future, only queues a request for samples, so it runs even in a sampler's turn; the sampler sets the result."""
 
     run: Callable[..., object]
     future: Future

@@ -75,11 +75,8 @@ class SharedWeights(CheckedWeights):
 
 
 class SentWeights(CheckedWeights, abc.ABC):
-    """The base class of synchronizers for engines with a separate copy of the weights, which is updated after the
-    policy has been trained.
-
-    Args:
-        version: returns the version number of the current weights; engines attach it to their responses."""
+    """The base class of synchronizers for engines with their own copy of the weights, updated after training. `version`
+    returns the version of the current weights, which engines attach to their responses."""
 
     def __init__(self, policy: PolicyInterface, generation: GenerationInterface, version: Callable[[], int]) -> None:
         super().__init__(policy, generation)
@@ -104,11 +101,9 @@ class SentWeights(CheckedWeights, abc.ABC):
 
 
 class SharedMemoryWeights(SentWeights):
-    """A synchronizer for a vLLM server, which receives the weights through shared memory, or from a GPU through NCCL.
-
-    It logs the digest of the trainer's weights (`weights/digest`) and the digest of the weights that vLLM has received
-    (`refit/digest`). The run stops if the received weights differ from the sent ones, or if a parameter of vLLM's model
-    received no values."""
+    """A synchronizer for a vLLM server, through shared memory, or from a GPU through NCCL. It logs the digests of the
+    trainer's weights (`weights/digest`) and of those received (`refit/digest`). The run stops if they differ, or if a
+    parameter of vLLM's model received no values."""
 
     _policy: TrainedModel
     _generation: VllmGeneration

@@ -278,10 +278,8 @@ class ClippedPGLossFn:
 
 
 class MseValueLossFn:
-    """Squared error of the critic's values. If `cliprange` is set, values are clipped around the old values (PPO).
-
-    `data` has token_mask, returns and, with a cliprange, values, all [B, S], and sample_mask [B]. Unlike
-    log-probabilities, columns are not shifted by one token."""
+    """Squared error of the critic's values, clipped around the old values (PPO) if `cliprange` is set. `data` has
+    token_mask, returns and, with a cliprange, values [B, S], unshifted, and sample_mask [B]."""
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGIT

@@ -187,10 +187,8 @@ def generating(generation: GenerationInterface) -> Iterator[None]:
 
 @contextmanager
 def finished_on_error(generation: GenerationInterface) -> Iterator[None]:
-    """Return a context that calls `finish_generation` only after an error or Ctrl-C. On success the caller calls it.
-
-    An error that `finish_generation` raises is added as a note to the error that ended the context. After Ctrl-C
-    `finish_generation` runs in a separate thread, for which the context waits one second."""
+    """Return a context that calls `finish_generation` after an error or Ctrl-C; on success the caller does. Its own
+    error is added as a note. After Ctrl-C it runs in a separate thread, for which the context waits one second."""
     try:
         yield
     except Exception as error:

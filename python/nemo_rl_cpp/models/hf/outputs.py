@@ -277,10 +277,8 @@ def kept_tokens(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def keeps_packed_samples_apart(module: nn.Module) -> bool:
-    """Return whether transformers separates packed samples in this architecture if positions restart in each sample.
-
-    To test this, two packed samples are computed. If the output of the second has a gradient with respect to the
-    embeddings of the first, they are not separated. The result depends on the architecture, not on its weights."""
+    """Return whether transformers separates packed samples in this architecture if positions restart in each: whether
+    the output of the second of two has no gradient with respect to the first's embeddings."""
     base = module.backbone if isinstance(module, ValueNet) else module
     if accepts(base, "position_ids") is None or accepts(base, "inputs_embeds") is None:
         return False

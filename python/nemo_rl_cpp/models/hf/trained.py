@@ -119,9 +119,7 @@ class HfFolder:
 
 
 def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, value_head: bool = False) -> HfFolder:
-    """Open the model `policy.model_name` or `value.model_name` for transformers. Print notes on it to stderr, once per
-    process.
-
+    """Open the model `policy.model_name` or `value.model_name` for transformers, and print notes once per process.
     Raises ModelFolderError if there is no such model, transformers does not know it, or sequences are too long."""
     name, overrides = config.model_name, dict(config.hf_config_overrides or {})
     key = f"{section}.model_name"
@@ -355,10 +353,8 @@ class HfTrainedModel(TrainedModel):
 
 
 class HfPolicy(HfTrainedModel, Policy):
-    """The policy on transformers, with the arguments of `Policy`.
-
-    Generation and training agree only up to rounding. So each batch is scored before training on it, and the mismatch
-    metrics report the difference."""
+    """The policy on transformers, with the arguments of `Policy`. Generation and training agree only up to rounding, so
+    each batch is scored before training on it, and the mismatch metrics report the difference."""
 
     def create_generation(
         self, generation_config: EvalGenerationConfig | None = None, **options: object

@@ -357,10 +357,9 @@ def fused_token_loss(
 
 
 def without_removed_tokens(logprobs: Tensor) -> tuple[Tensor, int]:
-    """Return the log-probabilities with -inf replaced by 0, and the number of replacements.
-
-    A log-probability is -inf if top-k or top-p removes the token under the current weights. As in NeMo RL, such tokens
-    stay in the loss as constants. NaN stays NaN."""
+    """Return the log-probabilities with -inf (of a token that top-k or top-p removes under the current weights)
+    replaced by 0, and the number of replacements. As in NeMo RL, such tokens stay in the loss as constants; NaN
+    stays."""
     removed = logprobs == -torch.inf
     count = int(removed.sum())
     return (logprobs.masked_fill(removed, 0.0) if count else logprobs), count

@@ -138,10 +138,8 @@ class LearningRateSchedule:
 
 
 class TorchLearningRate(LearningRateSchedule):
-    """A learning-rate schedule made of torch.optim.lr_scheduler classes. They set the rate of a stand-in optimizer, so
-    the rates are torch's.
-
-    Several classes follow each other at the steps `milestones` (SequentialLR). Without any, the rate is constant."""
+    """A learning-rate schedule of torch.optim.lr_scheduler classes, which set the rate of a stand-in optimizer. Several
+    follow each other at the steps `milestones` (SequentialLR). Without any, the rate is constant."""
 
     def __init__(self, lr: float, weight_decay: float, stages: Sequence[SchedulerStage] = ()):
         super().__init__()

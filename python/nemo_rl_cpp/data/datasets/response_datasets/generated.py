@@ -128,11 +128,9 @@ class ReverseDigitsDataset(GeneratedDataset):
 
 
 class ReasoningGymDataset(GeneratedDataset):
-    """A task of the package `reasoning-gym` as plain text: `num_shots` solved questions, then one to answer. All
-    questions are different.
-
-    `task` is the task's name in the package, and `task_options` are its options (such as {"max_terms": 2}). The
-    environment also gets the package's entry, because some tasks have more than one correct answer."""
+    """A task of the package `reasoning-gym` as plain text: `num_shots` solved questions, then one to answer, all
+    different. `task` is the package's name of the task, with `task_options` ({"max_terms": 2}). The environment also
+    gets the package's entry, because some tasks have several correct answers."""
 
     def __init__(
         self, task: str, task_options: dict[str, object] | None = None, num_shots: int = 3, num_samples: int = 1000, **kwargs: Any
@@ -209,10 +207,8 @@ def _functions() -> list[tuple[str, str]]:
 
 
 class PythonFunctionsDataset(GeneratedDataset):
-    """Coding tasks as plain text: `num_shots` complete functions, then one that ends after `return`, which the response
-    completes. The name of each function describes what it does.
-
-    The environment `code` gets the beginning of the program (`code_prefix`), and asserts as `ground_truth`."""
+    """Coding tasks as plain text: `num_shots` complete functions, whose names describe them, then one to complete after
+    `return`. The environment `code` gets the beginning (`code_prefix`), and asserts as `ground_truth`."""
 
     task_name = "python_functions"
 

@@ -318,11 +318,9 @@ def server_environment(given: Mapping[str, object] | None) -> dict[str, str]:
 
 
 class StartedServer:
-    """A vLLM server that the run starts in the interpreter `vllm_cfg.python`, with random weights. It ends when this
-    process ends.
-
-    It runs in a new session, so that Ctrl-C in the terminal only reaches the trainer, and listens on 127.0.0.1. Raises
-    WorkerLostError if the server ends while it loads, or does not listen within vllm_cfg.start_timeout_s."""
+    """A vLLM server that the run starts in the interpreter `vllm_cfg.python`, with random weights, on 127.0.0.1, in a
+    new session, so that Ctrl-C only reaches the trainer. It ends with this process. Raises WorkerLostError if it ends
+    while it loads, or does not listen within vllm_cfg.start_timeout_s."""
 
     def __init__(self, policy: PolicyConfig, config: Mapping[str, Plain]) -> None:
         vllm = policy.generation.vllm_cfg
@@ -405,10 +403,8 @@ def client_of(policy: PolicyConfig) -> ServerClient:
 
 
 def check_server(client: ServerClient, policy: PolicyConfig, device: str = "cpu") -> dict:
-    """Check that this run can use the server, and return the properties that the server reports
-    (`nemo_rl_cpp_vllm.Weights`).
-
-    Raises ValueError if it cannot. For a user's server the message shows a command that starts a suitable one."""
+    """Check that this run can use the server, and return the properties that it reports (`nemo_rl_cpp_vllm.Weights`).
+    Raises ValueError if not, for a user's server with a command that starts a suitable one."""
     vllm = policy.generation.vllm_cfg
 
     def refuse(text: str) -> ValueError:

@@ -22,7 +22,7 @@ from nemo_rl_cpp.config.loop import GRPOConfig
 from nemo_rl_cpp.config.master import DistillationMasterConfig, GRPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.data.interfaces import Message
 from nemo_rl_cpp.environments.interfaces import Environment
-from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
+from nemo_rl_cpp.environments.loading import RewardFunctions
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 from nemo_rl_cpp.models.policy.train_step import global_counts
@@ -209,7 +209,7 @@ def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
         return {}
     if config.grpo.adv_estimator.reward_weights is not None:
         raise ValueError("env.reward_functions.weights and grpo.adv_estimator.reward_weights are the same: give one")
-    return RewardFunctionEnvironment(section).weight_of_name
+    return RewardFunctions.of(section).weight_of_name
 
 
 def distillation_advantages(config: DistillationMasterConfig) -> GroupAdvantages | EqualAdvantages:

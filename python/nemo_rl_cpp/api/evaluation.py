@@ -11,7 +11,7 @@ from nemo_rl_cpp.api.training import TrainResult
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 from nemo_rl_cpp.config.master import EvalMasterConfig
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
-from nemo_rl_cpp.environments.reward_environment import RewardFunction
+from nemo_rl_cpp.environments.loading import RewardFunction
 from nemo_rl_cpp.evals.eval import measure
 from nemo_rl_cpp.evals.results import Interval, metric_name
 

@@ -34,8 +34,7 @@ from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.data.interfaces import Row, TokenizerType
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.dotted_names import search_for_modules
-from nemo_rl_cpp.environments.loading import Environments
-from nemo_rl_cpp.environments.reward_environment import RewardFunction
+from nemo_rl_cpp.environments.loading import Environments, RewardFunction
 from nemo_rl_cpp.models.budget import within_budget
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.models.hub_upload import push_to_hub, write_card

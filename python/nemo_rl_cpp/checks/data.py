@@ -12,7 +12,7 @@ from nemo_rl_cpp.data.chat_template import ChatTemplateError, choose_template
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.data.tokenizer import Tokenizer, get_tokenizer
 from nemo_rl_cpp.dotted_names import LoadingError, import_object, is_dotted
-from nemo_rl_cpp.environments.loading import environment_class, environment_target, reward_function
+from nemo_rl_cpp.environments.loading import RewardFunctions, environment_class, environment_target
 from nemo_rl_cpp.errors import Finding
 from nemo_rl_cpp.files.durable import json_object
 from nemo_rl_cpp.hub import sources
@@ -156,25 +156,13 @@ def check_environments(config: WholeConfig) -> Iterator[Finding]:
                 yield from _check_rewards(config, config.env[name] or {})
             elif name not in ENV_REGISTRY or not environment_target(name).startswith("nemo_rl_cpp."):
                 environment_class(name)
-        except LoadingError as error:
+        except ValueError as error:
             yield Finding("error", f"env.{name}", f"cannot be used: {error}")
 
 
 def _check_rewards(config: WholeConfig, section: Mapping[str, object]) -> Iterator[Finding]:
-    """Import the reward functions of `section`. Yield problems with gdpo; raise LoadingError for an invalid section."""
-    if not {"functions"} <= set(section) <= {"functions", "weights", "names", "as_parts"}:
-        given = ", ".join(sorted(section)) or "nothing"
-        raise LoadingError(f"it takes functions, weights, names and as_parts, but has {given}")
-    functions, key = section["functions"], "env.reward_functions"
-    functions = [functions] if isinstance(functions, str) else functions
-    if not isinstance(functions, list) or not functions:
-        raise LoadingError(f"functions is {functions!r}: expected a list of dotted names, as [my_rewards.right]")
-    for name in ("weights", "names"):
-        given = section.get(name)
-        if given is not None and (not isinstance(given, list) or len(given) != len(functions)):
-            raise LoadingError(f"functions has {len(functions)} names and {name} is {given!r}: give one a function")
-    for name in functions:
-        reward_function(name)
+    """Import the reward functions of `section`. Yield problems with gdpo; raise ValueError for an invalid section."""
+    functions, key = RewardFunctions.of(section).functions, "env.reward_functions"
     estimator = getattr(getattr(config, "grpo", None), "adv_estimator", None)
     if estimator is None or estimator.name != "gdpo":
         return

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
+from typing import NamedTuple
 
-from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
+from nemo_rl_cpp.argument_checks import LARGEST, did_you_mean, in_a_line, is_iterable, number
 from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.env import ENV_REGISTRY
 from nemo_rl_cpp.dotted_names import LoadingError, import_object
@@ -18,6 +20,8 @@ from nemo_rl_cpp.errors import user_code
 from nemo_rl_cpp.user_code import serve
 
 INTERFACE = "nemo_rl_cpp.environments.interfaces.EnvironmentInterface"
+RewardFunction = Callable[..., Sequence[float | None]]
+_KEYS = {"functions", "weights", "names", "as_parts"}
 
 
 def environment_target(name: str) -> str:
@@ -45,7 +49,39 @@ def environment_class(name: str) -> type[EnvironmentInterface]:
     return found
 
 
-def reward_function(name: object) -> Callable[..., Sequence[float | None]]:
+class RewardFunctions(NamedTuple):
+    """The reward functions of an environment, the weight of each by its name in logs, and whether each is a component
+    of the reward."""
+
+    functions: list[RewardFunction]
+    weight_of_name: dict[str, float]
+    as_parts: bool
+
+    @classmethod
+    def of(cls, given: object, weights: object = None, as_parts: bool = False, names: object = None) -> RewardFunctions:
+        """Return the functions that `given` is or names: one, several, or the section `env.reward_functions`. Raise
+        ValueError for an invalid argument, LoadingError (a ValueError) for one that cannot be imported or called."""
+        if isinstance(given, Mapping):
+            if not {"functions"} <= set(given) <= _KEYS:
+                got = ", ".join(sorted(map(str, given))) or "nothing"
+                raise ValueError(f"env.reward_functions takes functions, weights, names and as_parts, but has {got}")
+            weights, names = given.get("weights"), given.get("names")
+            as_parts, given = bool(given.get("as_parts", False)), given["functions"]
+        single = callable(given) or isinstance(given, str)
+        if not single and (isinstance(given, (bytes, set, frozenset)) or not is_iterable(given)):
+            raise ValueError(
+                f"reward_funcs is {in_a_line(given)}; it must be a function, the dotted name of one, or a list of these"
+            )
+        functions = [_function(item) for item in ([given] if single else given)]
+        names = _distinct_names(functions) if names is None else _checked_names(names, len(functions))
+        weights = [1.0] * len(functions) if weights is None else _numbers(weights)
+        if not functions or len(weights) != len(functions):
+            text = f"{len(functions)} reward functions and {len(weights)} weights were given: give one a function"
+            raise ValueError(text)
+        return cls(functions, dict(zip(names, weights)), as_parts)
+
+
+def _function(name: object) -> RewardFunction:
     """Return the reward function with the dotted name `name`, or a given one. Raise LoadingError for others."""
     found = import_object(name, "reward function") if isinstance(name, str) else name
     if not callable(found):
@@ -53,6 +89,40 @@ def reward_function(name: object) -> Callable[..., Sequence[float | None]]:
             f"reward function {in_a_line(name)} is of type {type(found).__name__}, which cannot be called: give a function"
         )
     return found
+
+
+def _name(function: RewardFunction) -> str:
+    """Return the name of a function, of the function inside a functools.partial, or of any other callable's class."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__name__", None) or type(function).__name__)
+
+
+def _distinct_names(functions: Sequence[RewardFunction]) -> list[str]:
+    """Return one distinct name per function; repeated names are numbered (`<lambda>_1`, `<lambda>_2`)."""
+    names = list(map(_name, functions))
+    taken = {name for name in names if names.count(name) == 1}
+    for i, name in enumerate(names):
+        if names.count(name) > 1 or name not in taken:
+            names[i] = next(other for n in count(1) if (other := f"{name}_{n}") not in taken)
+            taken.add(names[i])
+    return names
+
+
+def _checked_names(names: object, count: int) -> list[str]:
+    several = [names] if isinstance(names, str) else names
+    if not isinstance(several, (list, tuple)) or not all(isinstance(name, str) and name for name in several):
+        raise ValueError(f"names of reward functions must be a list of texts, one a function, not {in_a_line(names)}")
+    if len(several) != count or len(set(several)) != count:
+        raise ValueError(f"{count} reward functions and the names {in_a_line(names)} were given: give one name each")
+    return list(several)
+
+
+def _numbers(weights: object) -> list[float]:
+    several = [weights] if isinstance(weights, (int, float)) else weights
+    if isinstance(several, (str, bytes, Mapping, set, frozenset)) or not is_iterable(several):
+        raise ValueError(f"weights of reward functions must be a list of numbers, one each, not {in_a_line(weights)}")
+    return [number("a weight of a reward function", weight, -LARGEST, LARGEST) for weight in several]
 
 
 def register_env(env_name: str, actor_class_fqn: str, section: type[Section] | None = None) -> None:

@@ -3,41 +3,18 @@
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 
-from nemo_rl_cpp.argument_checks import LARGEST, described, in_a_line, is_iterable, number
+from nemo_rl_cpp.argument_checks import described
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn, WeightedParts
-from nemo_rl_cpp.environments.loading import reward_function
+from nemo_rl_cpp.environments.loading import RewardFunction, RewardFunctions
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, prompt_text
 from nemo_rl_cpp.errors import user_code
 from nemo_rl_cpp.user_code import call_user
-
-
-def function_name(function: Callable[..., object]) -> str:
-    """Return the name of a function, of the function inside a functools.partial, or of any other callable's class."""
-    while isinstance(function, partial):
-        function = function.func
-    return str(getattr(function, "__name__", None) or type(function).__name__)
-
-
-def distinct_names(functions: Sequence[Callable[..., object]]) -> list[str]:
-    """Return one distinct name per function; repeated names are numbered (`<lambda>_1`, `<lambda>_2`)."""
-    names = [function_name(function) for function in functions]
-    taken = {name for name in names if names.count(name) == 1}
-    distinct = []
-    for name in names:
-        if name not in taken:
-            number = 1
-            while f"{name}_{number}" in taken:
-                number += 1
-            name = f"{name}_{number}"
-            taken.add(name)
-        distinct.append(name)
-    return distinct
 
 
 def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
@@ -75,7 +52,6 @@ def finite_number(value: object, what: str, otherwise: str = "") -> float:
     return number
 
 
-RewardFunction = Callable[..., Sequence[float | None]]
 Columns = dict[str, list[object]]  # column name -> values, one per sample of the batch
 Info = Mapping[str, object] | None  # column name -> value, for one sample
 
@@ -109,27 +85,9 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         self, reward_funcs: RewardFunction | str | Sequence[RewardFunction | str] | Mapping[str, object],
         weights: Sequence[float] | None = None, as_parts: bool = False, names: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        if isinstance(reward_funcs, Mapping):
-            if not {"functions"} <= set(reward_funcs) <= {"functions", "weights", "as_parts", "names"}:
-                raise ValueError(
-                    f"env.reward_functions takes functions, weights, names and as_parts, but got {sorted(map(str, reward_funcs))}"
-                )
-            weights, names = reward_funcs.get("weights"), reward_funcs.get("names")
-            as_parts, reward_funcs = bool(reward_funcs.get("as_parts", False)), reward_funcs["functions"]
-        single = callable(reward_funcs) or isinstance(reward_funcs, str)
-        if not single and (isinstance(reward_funcs, (bytes, set, frozenset)) or not is_iterable(reward_funcs)):
-            raise ValueError(
-                f"reward_funcs is {in_a_line(reward_funcs)}; it must be a function, the dotted name of one, or a list of these"
-            )
-        self._functions = [reward_function(item) for item in ([reward_funcs] if single else reward_funcs)]
-        count = len(self._functions)
-        names = distinct_names(self._functions) if names is None else _checked_names(names, count)
-        weights = [1.0] * count if weights is None else _numbers(weights)
-        if not self._functions or len(weights) != count:
-            raise ValueError(f"{count} reward functions and {len(weights)} weights were given: give one a function")
-        self.weight_of_name = dict(zip(names, weights))
+        given = RewardFunctions.of(reward_funcs, weights, as_parts, names)
+        self._functions, self.weight_of_name, self._as_parts = given
         self._said_unscored = False
-        self._as_parts = as_parts
 
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Info]) -> EnvironmentReturn[Info]:
         infos = [info or {} for info in metadata]
@@ -168,22 +126,6 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         columns: Columns = {name: [] for name in (*names, "prompts", "completions")}
         for function, name in zip(self._functions, self.weight_of_name):
             _asked_for(function, name, columns)
-
-
-def _checked_names(names: object, count: int) -> list[str]:
-    several = [names] if isinstance(names, str) else names
-    if not isinstance(several, (list, tuple)) or not all(isinstance(name, str) and name for name in several):
-        raise ValueError(f"names of reward functions must be a list of texts, one a function, not {in_a_line(names)}")
-    if len(several) != count or len(set(several)) != count:
-        raise ValueError(f"{count} reward functions and the names {in_a_line(names)} were given: give one name each")
-    return list(several)
-
-
-def _numbers(weights: object) -> list[float]:
-    several = [weights] if isinstance(weights, (int, float)) else weights
-    if isinstance(several, (str, bytes, Mapping, set, frozenset)) or not is_iterable(several):
-        raise ValueError(f"weights of reward functions must be a list of numbers, one each, not {in_a_line(weights)}")
-    return [number("a weight of a reward function", weight, -LARGEST, LARGEST) for weight in several]
 
 
 def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns:

@@ -282,7 +282,7 @@ def check_memory(config: WholeConfig) -> Iterator[Finding]:
     if not isinstance(config, TrainMasterConfig) or config.cluster.device != "cpu":
         return
     needed, machine = memory.certain_bytes(config), memory.machine_memory()
-    if needed is not None and machine is not None and needed > (machine := machine + memory.swap_memory()):
+    if needed is not None and machine is not None and needed > (machine := machine + memory.meminfo_bytes("SwapTotal")):
         native = config.policy.backend == "native"  # otherwise the sizes are estimates, those of a native model
         yield Finding(
             "error" if native else "warning", "policy.model_name",

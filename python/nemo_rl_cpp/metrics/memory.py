@@ -43,9 +43,14 @@ def _kib(path: Path, key: str) -> int:
         return 0
 
 
+def meminfo_bytes(key: str) -> int:
+    """Return an entry of /proc/meminfo in bytes, such as MemTotal; 0 if the system does not report it."""
+    return _kib(_MEMINFO, key) * 1024
+
+
 def available_bytes() -> int:
     """Return the bytes that can be allocated without swapping, within the container's memory limit, if any."""
-    available = _kib(_MEMINFO, "MemAvailable") * 1024
+    available = meminfo_bytes("MemAvailable")
     try:
         limit, used = _CGROUP_LIMIT.read_text().strip(), int(_CGROUP_USED.read_text())
     except (OSError, ValueError):
@@ -203,5 +208,5 @@ def parse_gpu_table(text: str) -> dict[str, float]:
 
 
 def _host_metrics() -> dict[str, float]:
-    total, free = (_kib(_MEMINFO, key) / (1 << 20) for key in ("MemTotal", "MemAvailable"))
+    total, free = (meminfo_bytes(key) / GIB for key in ("MemTotal", "MemAvailable"))
     return {"node.0.mem_gb": total - free, "node.0.mem_total_gb": total}

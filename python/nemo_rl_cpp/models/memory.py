@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
+from nemo_rl_cpp.metrics.memory import meminfo_bytes
 from nemo_rl_cpp.models.footprint import KEY_TILE, Buffers
 from nemo_rl_cpp.models.model_sizes import ModelSizes, adapter_sizes, known_model, model_sizes
 
@@ -22,27 +23,11 @@ if TYPE_CHECKING:
 
 def machine_memory() -> float | None:
     """Return the bytes of memory that this process may use: the machine's, or a lower cgroup limit; None: unknown."""
-    try:
-        amounts = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
-    except (ValueError, OSError):
-        return None
+    amounts = [meminfo_bytes("MemTotal")]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(file).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            amounts.append(float(text))
-    return min(amounts)
-
-
-def swap_memory() -> float:
-    """Return the size of this machine's swap space in bytes, used or not; 0 if the system does not report it."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0.0
-    return sum(float(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:"))
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            amounts.append(int(Path(file).read_text()))
+    return float(min(amounts)) or None
 
 
 def tape_bytes(sizes: ModelSizes, width: int) -> int:

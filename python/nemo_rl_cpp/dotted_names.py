@@ -57,9 +57,8 @@ def is_user_defined(name: object) -> bool:
 
 
 def import_object(name: str, what: str) -> Any:
-    """Import and return the object with a dotted name (`module.name`, also `package.module.Class.method`).
-
-    If that fails, raise LoadingError. Its message starts with `what`, such as "reward function"."""
+    """Import and return the object with a dotted name (`module.name`, `package.module.Class.method`). If that fails,
+    raise LoadingError, whose message starts with `what`, such as "reward function"."""
     parts = name.split(".") if isinstance(name, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise LoadingError(f"{what} {in_a_line(name)} is no dotted name: write module.name, as in my_module.my_name")

@@ -153,9 +153,8 @@ class OPOAdvantageEstimator(_SampleEstimator):
 
 
 class BestOfGroupAdvantageEstimator(_SampleEstimator):
-    """verl's grpo_passk (arXiv:2503.19595): the best response of a group gets its reward minus the second-best reward,
-    divided by the group's standard deviation if normalize_rewards. All other responses get 0. If several responses
-    share the best reward, all get 0."""
+    """verl's grpo_passk (arXiv:2503.19595): the best response of a group gets its reward minus the second-best (0 in a
+    tie), divided by the group's standard deviation if normalize_rewards; all others get 0."""
 
     def _of_samples(self, samples: _Samples) -> Tensor:
         rewards, std = samples.rewards, _baseline(samples).std

@@ -154,9 +154,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         return serve(partial(self.validation.run, self.state))
 
     def evaluate(self, config: EvalMasterConfig) -> EvalResult:
-        """Evaluate the current weights with the data, environment, sampling and metric of `config` (see
-        `load_eval_config`), and return the result. Model, tokenizer and maximum sequence length are those of this run.
-        Raise ConfigError if the configuration has mistakes."""
+        """Evaluate the current weights by `config` (see `load_eval_config`), with this run's model, tokenizer and
+        maximum length, and return the result. Raise ConfigError if the configuration has mistakes."""
         longest = self.config.policy.generation.effective_max_model_len(self.config.policy.max_total_sequence_length)
         return evaluate_policy(self.policy, self.tokenizer, config, longest)
 

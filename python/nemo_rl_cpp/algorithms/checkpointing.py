@@ -282,9 +282,8 @@ def publish(config: CheckpointingConfig, checkpoint: Path | None) -> dict[str, s
 
 
 def open_checkpoints(checkpoints: CheckpointManager, config: TrainMasterConfig) -> Resume:
-    """Lock the checkpoint folder until `CheckpointManager.shutdown`, and return where to resume. Raise ResumeError (a
-    ValueError) if the checkpoint is another run's (`checks/folders.py`), and FolderError if another run has locked the
-    folder."""
+    """Lock the checkpoint folder until `CheckpointManager.shutdown`, and return where to resume. Raise ResumeError for
+    another run's checkpoint (`checks/folders.py`), FolderError for another run's lock (both ValueErrors)."""
     checkpoints.claim()
     resume = find_resume(checkpoints)
     if resume.path is not None:

@@ -1,6 +1,5 @@
-"""Dynamic sampling (DAPO): train only on prompts whose responses are neither all correct nor all wrong.
-
-A group with equal rewards has zero advantages: it costs training time and yields no gradient."""
+"""Dynamic sampling (DAPO): train only on prompts whose responses are neither all correct nor all wrong. Groups with
+equal rewards have no advantages: they cost training time and yield no gradient."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

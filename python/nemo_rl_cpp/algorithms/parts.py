@@ -159,9 +159,8 @@ def make_policy(
     config: TrainMasterConfig, tokenizer: TokenizerType, resume: Resume, cluster: Cluster, steps: int,
     factory: Callable[..., PolicyInterface] | None = None,
 ) -> PolicyInterface:  # fmt: skip
-    """Return the policy with the checkpoint's weights and optimizer, or for a new run with the weights of
-    policy.model_name. `steps` is the planned number of steps; `factory` replaces the policy class that the
-    configuration selects. The reference model is loaded only if the KL weight is not 0."""
+    """Return the policy with the checkpoint's weights and optimizer, or those of policy.model_name. `steps` are planned
+    in all; `factory` replaces the configured class. Without a KL weight there is no reference model."""
     runs_vllm = config.policy.generation.runs_vllm
     if (config.policy.backend == "hf" or runs_vllm) and (text := exactness_text(config)) is not None:
         print(f"note: {text}", file=sys.stderr, flush=True)
@@ -217,9 +216,8 @@ def _outside_teacher(
 def make_critic(
     config: TrainMasterConfig, tokenizer: TokenizerType, resume: Resume, cluster: Cluster, steps: int
 ) -> Critic | NoCritic:
-    """Return PPO's critic with the checkpoint's weights and optimizer, or with the weights of value.model_name or
-    ppo.warm_start_value_checkpoint; `NoCritic` if no values are needed. `steps` policy updates set its learning-rate
-    schedule. Raise ValueError if ppo.warm_start_value_checkpoint has no critic."""
+    """Return PPO's critic from the checkpoint, value.model_name or ppo.warm_start_value_checkpoint, or `NoCritic`.
+    `steps` policy updates set its schedule. Raise ValueError if the last has no critic."""
     if not config.has_critic:
         return NoCritic()
     loop = config.ppo

@@ -82,9 +82,8 @@ def _extrema(error: Tensor, valid: Tensor, suffix: str) -> dict[str, float]:
 
 
 def train_epochs(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str, float]:
-    """Train the critic and the policy on the batch, alternating, each for its number of epochs. Return mean metrics.
-
-    The policy's first epoch stores the old policy's log-probabilities in the batch, for the epochs that follow."""
+    """Train critic and policy on the batch, alternating, each for its number of epochs, and return mean metrics. The
+    policy's first epoch stores the old policy's log-probabilities in the batch for the others."""
     loop, of_critic, of_policy = run.config.loop, [], []
     for epoch in range(max(loop.policy_epochs, loop.critic_epochs)):
         if epoch < loop.critic_epochs:

@@ -8,9 +8,8 @@ from nemo_rl_cpp.config.access import as_number
 
 @dataclass
 class TrainState:
-    """The counters of a run, saved as `training_info.json` with NeMo RL's field names. Steps count from 0:
-    `total_steps` are finished. `draw_counter` counts every prompt drawn in the run, including those that dynamic
-    sampling drops, and seeds generation, so a prompt that is drawn twice gets different responses."""
+    """The counters of a run, saved as `training_info.json` with NeMo RL's names; `total_steps` are finished.
+    `draw_counter` counts every prompt drawn, also those that dynamic sampling drops, and seeds generation."""
 
     consumed_samples: int = 0
     current_step: int = 0

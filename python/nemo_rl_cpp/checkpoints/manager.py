@@ -157,9 +157,8 @@ class CheckpointManager:
                 warnings.warn(text, stacklevel=4)
 
     def claim(self) -> None:
-        """Lock the folder against other runs until `shutdown` or this process's end, unless checkpoints are disabled.
-        Raise FolderInUseError if another run uses it, FolderError if it cannot be created or written (both
-        ValueErrors)."""
+        """Lock the folder against other runs until `shutdown`, unless checkpoints are disabled. Raise FolderInUseError
+        if another run uses it, FolderError if it cannot be created or written."""
         if not self.enabled or self._claimed:
             return
         try:
@@ -185,9 +184,8 @@ class CheckpointManager:
     # ---------------------------------------------------------------- finding
 
     def get_latest_checkpoint_path(self) -> str | None:
-        """Return the folder of the newest complete checkpoint, with every SHA-256 verified, or None.
-
-        Call `recover` first. Skip damaged checkpoints with a warning."""
+        """Return the folder of the newest complete checkpoint, with every SHA-256 verified, or None. Call `recover`
+        first; skip damaged checkpoints with a warning."""
         self.recover()
         for record in reversed(history(self.checkpoint_dir)):
             problem = self._problem(record.path)

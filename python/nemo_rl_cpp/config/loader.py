@@ -358,9 +358,8 @@ def parent_folders() -> list[str]:
 
 
 def find_config(path: str | os.PathLike[str]) -> Path:
-    """Return the YAML file for `path`: an existing file, or one of the shipped `configs/`, without a leading
-    `examples/configs/` or `configs/`, and with this package's name of NeMo RL's file (`_RENAMED`, `NAME.v2.yaml`).
-    Raise ConfigError with the closest names if there is none."""
+    """Return the YAML file for `path`: an existing or a shipped one, without a leading `configs/`, also by NeMo RL's
+    name (`_RENAMED`, `NAME.v2.yaml`). Raise ConfigError with the closest names if there is none."""
     given = Path(path).expanduser()
     if given.is_file():
         return given

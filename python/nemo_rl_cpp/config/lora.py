@@ -108,9 +108,8 @@ class PeftConfig(Adapters):
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Return whether a pattern of `target_modules` matches the name of a module, such as
-    model.layers.0.self_attn.q_proj. A pattern is the whole name, the last parts of the name (q_proj), or the whole name
-    with * as a wildcard for any text. It may begin with `backbone`, Nemotron-H's name for `model`."""
+    """Return whether a pattern of `target_modules` (a whole name, its last parts such as q_proj, or with * for any
+    text) matches the name of a module. It may begin with `backbone`, Nemotron-H's name for `model`."""
     pattern = re.sub(r"^backbone\.", "model.", pattern)
     if module == pattern or module.endswith(f".{pattern}"):
         return True

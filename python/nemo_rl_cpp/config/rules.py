@@ -136,9 +136,8 @@ def _check_kl(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> Non
 
 
 def _check_force_on_policy(config: TrainMasterConfig, report: Report) -> None:
-    """Report force_on_policy_ratio, which sets all probability ratios to 1, if a batch has several optimizer steps: the
-    true ratio is 1 only in the first. Also report use_kl_in_reward if force_on_policy_ratio skips the old policy's
-    log-probabilities, which the KL penalty needs."""
+    """Report force_on_policy_ratio if a batch has several optimizer steps, of which only the first has a true ratio of
+    1, and use_kl_in_reward if it skips the old policy's log-probabilities, which the KL penalty needs."""
     loss, loop, name = config.loss_fn, config.loop, config.algorithm
     if not loss.force_on_policy_ratio:
         return

@@ -227,9 +227,8 @@ class Tokenizer(tokenizer_settings.SpecialTokens):
 def get_tokenizer(
     tokenizer_config: TokenizerConfig | Mapping[str, object], *, section: str = "policy.tokenizer"
 ) -> Tokenizer:
-    """Return the tokenizer that the section `policy.tokenizer` describes: `name` is a folder or model name,
-    `chat_template` selects the template (see `choose_template`; by default the folder's), and `chat_template_kwargs`
-    are variables for every rendering. Raise ValueError, with `section`, without a name."""
+    """Return the tokenizer that the section `policy.tokenizer` describes, with its `chat_template` (by default the
+    folder's, see `choose_template`) and `chat_template_kwargs`. Raise ValueError, with `section`, without a name."""
     # `nemo-rl-cpp generate` has no configuration: it starts without pydantic
     from nemo_rl_cpp.config.base import as_model
     from nemo_rl_cpp.config.policy import TokenizerConfig

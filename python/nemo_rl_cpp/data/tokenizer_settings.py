@@ -103,9 +103,8 @@ def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | 
 
 
 def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
-    """Apply the `settings` of tokenizer_config.json to the tokenizer `backend`: `split_special_tokens`, and, as its
-    class `tokenizer_class` does, `add_prefix_space` and `legacy`. For classes unknown here, the last two are ignored
-    and the pipeline of tokenizer.json is kept."""
+    """Apply tokenizer_config.json's `split_special_tokens` and, as the class `tokenizer_class` does, `add_prefix_space`
+    and `legacy` to `backend`. For unknown classes the pipeline of tokenizer.json is kept."""
     backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
     name = str(settings.get("tokenizer_class")).removesuffix("Fast")
     prefix = settings.get("add_prefix_space")

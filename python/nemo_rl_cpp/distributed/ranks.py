@@ -1,6 +1,5 @@
-"""The processes ("ranks") that train one model together. Each processes some of the samples of every global batch.
-
-With tensor parallelism, a group of processes processes the same samples, and each holds a slice of the model."""
+"""The processes ("ranks") that train one model together, each some samples of every global batch, or with tensor
+parallelism the same samples with a slice of the model."""
 
 from __future__ import annotations
 

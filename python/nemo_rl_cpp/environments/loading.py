@@ -126,9 +126,8 @@ def _numbers(weights: object) -> list[float]:
 
 
 def register_env(env_name: str, actor_class_fqn: str, section: type[Section] | None = None) -> None:
-    """Register the class with the dotted name `actor_class_fqn` as the environment `env_name` of configurations.
-
-    `section` describes the keys of `env.<env_name>` (None: any key). Raise ValueError if the name is taken."""
+    """Register the class with the dotted name `actor_class_fqn` as the environment `env_name`, with the keys of
+    `section` (None: any). Raise ValueError if the name is taken."""
     if env_name in ENV_REGISTRY:
         raise ValueError(f"Env name {env_name} already registered as {ENV_REGISTRY[env_name]['actor_class_fqn']}")
     ENV_REGISTRY[env_name] = {"actor_class_fqn": actor_class_fqn}
@@ -139,9 +138,8 @@ def register_env(env_name: str, actor_class_fqn: str, section: type[Section] | N
 def create_env(
     env_name: str, env_config: Mapping[str, object] | None = None, actors: ActorSettings | None = None
 ) -> EnvironmentInterface:
-    """Make an environment from its section `env.<env_name>`, and return a handle to it (see
-    `EnvironmentInterface.remote`). With `actors` it runs in a Ray actor, and Ray is started if needed. Raise ValueError
-    for an unknown name, or for a class without the interface of environments."""
+    """Make an environment from its section `env.<env_name>`, with `actors` in a Ray actor, and return a handle (see
+    `EnvironmentInterface.remote`). Raise ValueError for an unknown name or a class without the interface."""
     environment = environment_class(env_name)
     try:
         settings = dict(env_config or {})

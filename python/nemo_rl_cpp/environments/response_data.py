@@ -271,9 +271,8 @@ def load_response_data(
     tokenizer: TokenizerType, data_config: DataConfig | Settings, env_configs: Settings | None = None,
     max_total_sequence_length: int | None = None, actors: ActorSettings | None = None,
 ) -> RunData:  # fmt: skip
-    """Load the data sets of a run. With `env_configs` (the section `env`), also make their environments, with `actors`
-    in Ray actors. Warn of prompts that will be truncated, and of ground truths that no response can match. Raise
-    ValueError if one of these affects all rows of a section."""
+    """Load the data sets of a run and, with `env_configs` (the section `env`), its environments, with `actors` in Ray
+    actors. Warn of prompts to truncate and unmatchable truths; raise ValueError if that is all rows."""
     config = as_written(data_config)
     sides = _filled_sections(config, env_configs)
     max_length = as_model(config, DataConfig, "data").max_input_seq_length

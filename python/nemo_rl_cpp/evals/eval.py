@@ -62,9 +62,8 @@ def main(config: MasterConfig) -> EvalResult:
 def evaluate_policy(
     policy: PolicyInterface, tokenizer: TokenizerType, config: MasterConfig, longest: int
 ) -> EvalResult:
-    """Evaluate the current weights of a policy that is being trained, with its model, precision and tokenizer in place
-    of those in `config`. Conversations have at most `longest` tokens, or `generation.vllm_cfg.max_model_len` if that is
-    less. Raise ConfigError if `config` is invalid."""
+    """Evaluate the current weights of a policy in training, with its model, precision and tokenizer, and at most
+    `longest` or `generation.vllm_cfg.max_model_len` tokens. Raise ConfigError if `config` is invalid."""
     config = checked(config, MasterConfig)
     with _environment(config) as environment:
         loader = make_loader(config, tokenizer)
@@ -105,9 +104,8 @@ def make_loader(config: MasterConfig, tokenizer: TokenizerType) -> StatefulDataL
 def make_generation(
     config: MasterConfig, tokenizer: TokenizerType, length_key: str = "generation.vllm_cfg.max_model_len"
 ) -> BaseEngine:
-    """Return the generation engine, native or transformers (`generation.backend: hf`), with its own copy of the
-    weights. If the configuration gives no maximum length, the maximum is at most the model's number of positions.
-    `length_key` is the name of the maximum length in the message of an error."""
+    """Return the generation engine, native or transformers, with its own copy of the weights, for sequences of the
+    configured length or at most the model's positions. `length_key` names the length in errors."""
     if (text := fold_text(config)) is not None:
         say_once("warning", text)
     use_threads(config.cluster)

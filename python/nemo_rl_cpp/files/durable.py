@@ -61,9 +61,8 @@ def write_durable(path: Path, text: str) -> None:
 
 
 def write_atomic(path: Path, text: str, durable: bool = True) -> None:
-    """Replace the content of `path` by `text` atomically: readers never see a partial file.
-
-    With `durable=False` nothing is synced: the file survives a killed process, but perhaps not a power failure."""
+    """Replace the content of `path` atomically: readers never see a partial file. With `durable=False` nothing is
+    synced: the file survives a killed process, but perhaps not a power failure."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -85,9 +84,8 @@ def writable(text: str) -> str:
 
 
 def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
-    """Sync all files and folders under `root` to disk, then write and return its manifest: files' sizes and SHA-256.
-
-    The manifest is written last, so a valid manifest means that the folder is complete. It also stores `facts`."""
+    """Sync everything under `root`, then write and return its manifest: files' sizes and SHA-256, and `facts`. It is
+    written last, so a valid manifest means that the folder is complete."""
     paths = sorted(Path(folder) / name for folder, _, names in os.walk(root) for name in names)
     paths = [path for path in paths if path != root / MANIFEST]
     with ThreadPoolExecutor(max_workers=1) as disk:  # syncs while this thread computes hashes

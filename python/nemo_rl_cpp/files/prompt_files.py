@@ -28,9 +28,8 @@ def find_prompt(path: str | Path) -> Path | None:
 
 
 def find_file(path: str | Path, key: str) -> Path:
-    """Return the file that a configuration names by `path`.
-
-    If there is none, raise MissingFileError with the configuration key `key` and every place searched."""
+    """Return the file that a configuration names by `path`. If there is none, raise MissingFileError with the
+    configuration key `key` and every place searched."""
     if (found := find_prompt(path)) is not None:
         return found
     tried = ", ".join(map(str, _places(path)))

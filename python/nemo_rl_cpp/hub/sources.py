@@ -302,9 +302,8 @@ _GGUF_VERSION = 1  # version of the conversion; folders of other versions are no
 
 
 def gguf_folder(file: Path) -> Path:
-    """Return the folder in the cache that presents a GGUF file as a Hugging Face model. The first call makes it:
-    config.json, the tokenizer, a table of the tensors, and a link to the file, in which the weights stay. Raise
-    SourceError if the file cannot be read."""
+    """Return the cached folder that presents a GGUF file as a Hugging Face model, made once: config.json, tokenizer, a
+    table of the tensors, and a link to the file with the weights. Raise SourceError if it is unreadable."""
     if importlib.util.find_spec("gguf") is None:
         raise SourceError(f"{file} is a GGUF file, which the package gguf reads: pip install gguf")
     state = file.stat()

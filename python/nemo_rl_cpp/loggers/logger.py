@@ -20,9 +20,8 @@ from nemo_rl_cpp.metrics.memory import RayGpuMonitorLogger
 
 
 class Logger(LoggerInterface, AbstractContextManager["Logger"]):
-    """The logger of a run: metrics.jsonl, TensorBoard events (unless `tensorboard_enabled` is false), and trackers.
-
-    If a tracker fails, or if the disk is full, one warning is shown and the run continues. Other errors end it."""
+    """The logger of a run: metrics.jsonl, TensorBoard events (unless `tensorboard_enabled` is false), and trackers. A
+    failing tracker or a full disk gives one warning; other errors end the run."""
 
     def __init__(self, cfg: LoggerConfig | Mapping[str, object]) -> None:
         """Create the folder and the backends. Raise ValueError for an unknown key or a missing tracker."""
@@ -82,9 +81,8 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
         self._each(lambda logger: logger.log_histogram(histogram, step, name))
 
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, object], filename: str) -> None:
-        """Write a file in the log folder with one line per sample, which includes its index `idx`.
-
-        Every value has one entry per sample, otherwise ValueError. If the disk is full, warn and write nothing."""
+        """Write a file in the log folder with one line per sample, with its index `idx`. Raise ValueError unless every
+        value has one entry per sample. If the disk is full, warn and write nothing."""
         columns = {key: value if isinstance(value, list) else to_plain(value) for key, value in to_log.items()}
         lengths = {key: len(value) for key, value in columns.items()}
         if len(set(lengths.values())) > 1:

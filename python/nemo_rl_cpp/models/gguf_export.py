@@ -291,9 +291,8 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
-    """Write the tokenizer into the file. The model has `vocab_size` tokens, and its responses end at the tokens `ends`.
-
-    Raise ModelFolderError for a kind of tokenizer that llama.cpp does not support."""
+    """Write the tokenizer of a model with `vocab_size` tokens and the end tokens `ends`. Raise ModelFolderError for a
+    kind of tokenizer that llama.cpp does not support."""
     written = json.loads(tokenizer.backend_tokenizer.to_str())
     model = written["model"]
     if model["type"] != "BPE":

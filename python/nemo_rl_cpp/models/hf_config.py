@@ -152,9 +152,8 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
 
 
 def text_section(config: Mapping[str, Plain]) -> Mapping[str, Plain]:
-    """Return the configuration of the text model of a vision-language model. The vision tower and the
-    multi-token-prediction heads are ignored. Return any other configuration unchanged, but a Ministral's as that of a
-    Mistral with `layer_types`, which transformers reads as a Ministral."""
+    """Return the text model's configuration of a vision-language model, without vision tower and multi-token-prediction
+    heads; a Ministral's as a Mistral's with `layer_types`, as transformers reads it; others unchanged."""
     if config.get("model_type") == "ministral":
         return {**config, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     known, section = WITH_A_TEXT_SECTION.get(str(config.get("model_type"))), config.get("text_config")

@@ -33,9 +33,8 @@ class TrainingResult(TypedDict):
 
 
 class TrainedModelInterface(Protocol):
-    """A model in training, policy or critic: the methods for monitoring and saving that both share.
-
-    If a call fails, its error names the cause (a rank, a file, a parameter), and its partial results are discarded."""
+    """A model in training, policy or critic: methods for monitoring and saving. The error of a failed call names the
+    cause (a rank, a file, a parameter), and partial results are discarded."""
 
     @property
     def learning_rate(self) -> float:

@@ -196,9 +196,8 @@ def _trained(model: TrainedModelConfig, parameters: int, sizes: ModelSizes) -> i
 
 
 def _resting(model: TrainedModelConfig, parameters: int, name: str, sizes: ModelSizes, processes: int) -> Parts:
-    """Return the memory of the model `name` ("policy" or "value") in all phases: weights, master weights and AdamW's
-    two moments. With LoRA: weights, adapters (float32, and copies in the run's precision) and the moments of the
-    adapters; with `lora_cfg.merge` also a second copy of the adapted weights."""
+    """Return the memory of the model `name` ("policy" or "value") in all phases: weights, master weights and moments;
+    with LoRA weights, adapters, their moments, and with `lora_cfg.merge` a copy of the adapted weights."""
     width, masters = _width(model), ()
     if model.backend == "hf" and processes > 1:
         width = 4  # FSDP2 keeps only the master weights

@@ -359,9 +359,8 @@ def with_greedy_baseline(
 
 
 class PromptSource:
-    """A source of prompts, which repeats every prompt of a data loader G times, and restarts the loader at its end,
-    within a step. Every prompt gets the run's next draw id (`state`), which seeds its responses and is its
-    `group_id`."""
+    """A source of prompts, each G times, of a data loader, which restarts at its end. Every prompt gets the run's next
+    draw id (`state`), which seeds its responses and is its `group_id`."""
 
     def __init__(
         self, loader: StatefulDataLoader | MultipleDataloaderWrapper, num_generations: int, state: TrainState

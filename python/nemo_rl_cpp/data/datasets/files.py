@@ -249,9 +249,8 @@ def read_file(path: Path) -> ListDataset:
 
 
 def read_folder(path: Path, split: str | None) -> ListDataset:
-    """Return the rows of all data files in a folder and its subfolder `data`, sorted by name, all with the same
-    extension. If file names begin with the name of a split (`train-00000-of-00002.parquet`), read those of `split`.
-    Raise ValueError if there is no file to read."""
+    """Return the rows of all data files (of one extension) in a folder and its subfolder `data`, by name; of `split`
+    alone if names begin with splits (`train-00000-of-00002.parquet`). Raise ValueError without files."""
     files = [file for folder in (path, path / "data") if folder.is_dir() for file in sorted(folder.iterdir())]
     files = [file for file in files if file.is_file() and not file.name.startswith(".")]
     files = [file for file in files if file.suffix.lower() in READERS]
@@ -284,9 +283,8 @@ def read_folder(path: Path, split: str | None) -> ListDataset:
 def load_dataset_from_path(
     data_path: str, data_subset: str | None = None, data_split: str | None = "train"
 ) -> ListDataset | Dataset:
-    """Load a local file (.jsonl, .json, .csv, .txt; with pyarrow also .parquet and .arrow), a folder of such files or
-    of `datasets.save_to_disk`, or a data set on the Hub. Raise ValueError, with the configuration key, if it cannot be
-    loaded, and MissingFileError for a missing file."""
+    """Load a local file (see `READERS`), a folder of such files or of `datasets.save_to_disk`, or a data set on the
+    Hub. Raise ValueError, with the key, if it cannot be loaded, MissingFileError for a missing file."""
     path = Path(os.fspath(data_path)).expanduser()
     if path.suffix.lower() in READERS and not path.is_dir():
         if data_subset is not None:

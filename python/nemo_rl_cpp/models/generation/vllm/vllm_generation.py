@@ -395,9 +395,8 @@ def check_vllm(policy: PolicyConfig, device: str) -> None:
 
 
 def vllm_of(policy: TrainedModel, config: PolicyConfig, tokenizer: TokenizerType, seed: int) -> VllmGeneration:
-    """Return the vLLM engine for the policy of a run. It uses the server at `vllm_cfg.server_url`, or starts one.
-
-    Raises ValueError for a policy (such as a custom class) that does not expose its weights."""
+    """Return the vLLM engine for a run's policy, at `vllm_cfg.server_url` or a server that it starts. Raises ValueError
+    for a policy, such as a custom class, that does not expose its weights."""
     vllm = config.generation.vllm_cfg
     key = "python" if vllm.server_url is None else "server_url"
     if not hasattr(policy, "state_dict") or not hasattr(policy, "saved_config"):

@@ -8,15 +8,8 @@ import torch
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import MathEnvConfig, MultiRewardEnvConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
+from nemo_rl_cpp.environments import single_turn
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
-from nemo_rl_cpp.environments.single_turn import (
-    GroundTruth,
-    SingleTurnEnvironment,
-    VerifyingEnvironment,
-    assistant_text,
-    correct_or_not,
-    truth_text,
-)
 from nemo_rl_cpp.environments.verifiers import (
     EnglishMultichoiceVerifyWorker,
     HFVerifyWorker,
@@ -30,7 +23,7 @@ _VERIFIERS: dict[str, type] = {
 }
 
 
-class MathEnvironment(VerifyingEnvironment[GroundTruth]):
+class MathEnvironment(single_turn.VerifyingEnvironment[single_turn.GroundTruth]):
     """An environment that gives reward 1 if the text of the model's messages matches the ground truth, else 0."""
 
     scores_rows_alone = True
@@ -43,14 +36,14 @@ class MathEnvironment(VerifyingEnvironment[GroundTruth]):
         super().__init__(_VERIFIERS[kind], cfg, warm_up=self._verify_kwargs)
 
     def step(
-        self, message_log_batch: list[LLMMessageLogType], metadata: list[GroundTruth], return_extracted_answer: bool = False
-    ) -> EnvironmentReturn[GroundTruth]:  # fmt: skip
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[single_turn.GroundTruth], return_extracted_answer: bool = False
+    ) -> EnvironmentReturn[single_turn.GroundTruth]:  # fmt: skip
         """Score the responses and end the conversations. Return extracted answers if `return_extracted_answer`."""
-        responses = [assistant_text(message_log) for message_log in message_log_batch]
-        truths = [truth_text(info["ground_truth"]) for info in metadata]
+        responses = [single_turn.assistant_text(message_log) for message_log in message_log_batch]
+        truths = [single_turn.truth_text(info["ground_truth"]) for info in metadata]
         verdicts = self._verify(responses, truths, **self._verify_kwargs)
         answers = verdicts.answers if return_extracted_answer else None
-        result = self._finish(verdicts.scores, metadata, correct_or_not(verdicts.scores), answers)
+        result = self._finish(verdicts.scores, metadata, single_turn.correct_or_not(verdicts.scores), answers)
         return result._replace(next_stop_strings=[self.cfg.stop_strings] * len(metadata))
 
 
@@ -58,7 +51,7 @@ REWARD_NAMES = ("reward/correctness", "reward/integer", "reward/format")
 _FORMAT = re.compile(r"\A<think>.*?</think>\n<answer>.*?</answer>\Z", re.DOTALL)
 
 
-class MathMultiRewardEnvironment(SingleTurnEnvironment[GroundTruth]):
+class MathMultiRewardEnvironment(single_turn.SingleTurnEnvironment[single_turn.GroundTruth]):
     """An environment for responses of the form `<think>...</think>`, a newline, `<answer>...</answer>`. It gives three
     reward components, each 1 or 0:
 
@@ -74,15 +67,15 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[GroundTruth]):
         self._longest = as_model(cfg or {}, MultiRewardEnvConfig, "env.math_multi_reward").max_answer_chars
 
     def step(
-        self, message_log_batch: list[LLMMessageLogType], metadata: list[GroundTruth], return_extracted_answer: bool = False
-    ) -> EnvironmentReturn[GroundTruth]:  # fmt: skip
-        responses = [assistant_text(message_log) for message_log in message_log_batch]
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[single_turn.GroundTruth], return_extracted_answer: bool = False
+    ) -> EnvironmentReturn[single_turn.GroundTruth]:  # fmt: skip
+        responses = [single_turn.assistant_text(message_log) for message_log in message_log_batch]
         answers = [response.rpartition("<answer>")[2].partition("</answer>")[0].strip() for response in responses]
         scores = [
-            self._scores(response, answer, truth_text(info["ground_truth"]))
+            self._scores(response, answer, single_turn.truth_text(info["ground_truth"]))
             for response, answer, info in zip(responses, answers, metadata)
         ]
-        observations = correct_or_not(correct for correct, _, _ in scores)
+        observations = single_turn.correct_or_not(correct for correct, _, _ in scores)
         parts = torch.tensor(scores, dtype=torch.float32).reshape(len(scores), 3)
         result = self._finish(parts[:, 0], metadata, observations, answers if return_extracted_answer else None)
         return result._replace(rewards={name: parts[:, i].clone() for i, name in enumerate(REWARD_NAMES)})

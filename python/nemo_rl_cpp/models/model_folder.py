@@ -12,18 +12,8 @@ from nemo_rl_cpp.argument_checks import nearest
 from nemo_rl_cpp.errors import say_once
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, ModelFolderError, resolve_model
-from nemo_rl_cpp.models import hf_config
+from nemo_rl_cpp.models import hf_config, weight_files
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
-from nemo_rl_cpp.models.weight_files import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    SavedAdapter,
-    all_entries,
-    fill_parameters,
-    head_differs,
-    saved_adapter,
-    weight_files,
-)
 
 if TYPE_CHECKING:
     from nemo_rl_cpp._native import C
@@ -46,7 +36,7 @@ class ModelFolder:
     max_length: int | None = None
     remarks: tuple[str, ...] = ()
     quantization: str | None = None
-    adapter: SavedAdapter | None = None
+    adapter: weight_files.SavedAdapter | None = None
 
     raw = property(attrgetter("config"))
 
@@ -58,8 +48,10 @@ class ModelFolder:
         """Raise the errors of building the model and loading its weights, from the headers of its files alone."""
         native = self.native()
         if self.path is not None:
-            entries = ((name, entry) for _, name, entry in all_entries(weight_files(self.path)))
-            fill_parameters(self.path, parameter_shapes(native), entries, lambda name, entry: None)
+            entries = (
+                (name, entry) for _, name, entry in weight_files.all_entries(weight_files.weight_files(self.path))
+            )
+            weight_files.fill_parameters(self.path, parameter_shapes(native), entries, lambda name, entry: None)
 
     def check_quantization(self, key: str, device: str = "cpu") -> None:
         """Raise ModelFolderError if the rows of a matrix are not divisible into blocks of 32 weights, as `key` requires,
@@ -209,7 +201,7 @@ def read_model_folder(path: Path, overrides: Mapping[str, Plain] | None = None, 
     vLLM (transformers 5 keeps both, too). This does not apply to a critic. If the folder is a checkpoint with only an
     adapter of a quantised base model, the weights are read from the base model that the adapter's files specify."""
     config = hf_config.read_config(path, overrides)
-    if (adapter := saved_adapter(path)) is not None:
+    if (adapter := weight_files.saved_adapter(path)) is not None:
         base = None if adapter.base == TINY_RANDOM else resolve_model(adapter.base, key="the adapter's base")
         return ModelFolder(
             config, base, **{"seed": adapter.seed} | fields, quantization=adapter.quantization, adapter=adapter
@@ -217,9 +209,9 @@ def read_model_folder(path: Path, overrides: Mapping[str, Plain] | None = None, 
     file, raw = path / "config.json", hf_config.read_config_file(path)
     remarks = [f"{file}: {remark}" for remark in hf_config.config_remarks(raw)]
     remarks += _override_remarks(str(path), raw, overrides)
-    if (path / SINGLE_FILE).is_file() and (path / INDEX_FILE).is_file():
+    if (path / weight_files.SINGLE_FILE).is_file() and (path / weight_files.INDEX_FILE).is_file():
         remarks.append(
-            f"{path} holds {SINGLE_FILE} and {INDEX_FILE}: {SINGLE_FILE} counts, as in transformers, not the files of the index"
+            f"{path} holds {weight_files.SINGLE_FILE} and {weight_files.INDEX_FILE}: {weight_files.SINGLE_FILE} counts, as in transformers, not the files of the index"
         )
     if config["tie_word_embeddings"] and not fields.get("value_head") and _has_own_head(path):
         config["tie_word_embeddings"] = False
@@ -238,6 +230,6 @@ def _override_remarks(name: str, raw: Mapping[str, Plain], overrides: Mapping[st
 
 def _has_own_head(path: Path) -> bool:
     try:
-        return head_differs(path)
+        return weight_files.head_differs(path)
     except ModelFolderError:
         return False  # loading the weights raises this error; a resumed run does not load them

@@ -17,20 +17,9 @@ from torch import Tensor
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.models import weight_files
 from nemo_rl_cpp.models.nemotron_h import checkpoint_name
 from nemo_rl_cpp.models.qwen3_next import is_fused, joined_projections
-from nemo_rl_cpp.models.weight_files import (
-    FUSED,
-    INDEX_FILE,
-    LORA_B,
-    SINGLE_FILE,
-    RawTensor,
-    SavedAdapter,
-    fill_parameters,
-    raw_tensors,
-    weight_files,
-    without_blocks,
-)
 from nemo_rl_cpp.stages import work
 
 DEFAULT_SHARD_BYTES = 5 * 1000**3
@@ -119,11 +108,11 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
         target["score.weight"].zero_()
     blocks = {spec.name: spec for spec in model.blocks}
     shapes = {name: spec.whole for name, spec in specs.items()} | {name: spec.shape for name, spec in blocks.items()}
-    files = weight_files(folder)
+    files = weight_files.weight_files(folder)
     with warnings.catch_warnings(), work(f"reading {folder}", sum(file.stat().st_size for file in files)) as advance:
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # the buffer is only read
 
-        def put(name: str, raw: RawTensor) -> None:
+        def put(name: str, raw: weight_files.RawTensor) -> None:
             if name in blocks:
                 own, rows = model.blocks_of(blocks[name]), blocks[name].shape[0]
                 if own.dim() == 1:
@@ -139,7 +128,7 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
                 target[name].copy_(own_part(specs[name], tensor_of(raw)))
             advance(raw.data.nbytes)
 
-        fill_parameters(folder, shapes, raw_tensors(files), put)
+        weight_files.fill_parameters(folder, shapes, weight_files.raw_tensors(files), put)
     model.masters_changed()
 
 
@@ -149,15 +138,19 @@ def pack_blocks(model: C.DecoderModel, spec: C.BlockSpec, weights: Tensor) -> No
     C.pack_blocks(weights if is_read else weights.float(), model.blocks_of(spec), spec.begin)
 
 
-def tensor_of(raw: RawTensor) -> torch.Tensor:
+def tensor_of(raw: weight_files.RawTensor) -> torch.Tensor:
     """Return the tensor as a view of its memory-mapped bytes. A tensor in a block format becomes float32."""
-    raw = without_blocks(raw)
+    raw = weight_files.without_blocks(raw)
     return torch.frombuffer(raw.data, dtype=FILE_DTYPES[raw.dtype]).view(raw.shape)
 
 
 def remove_weights(folder: Path) -> None:
     """Remove the weights of an earlier save from the folder. Together with new weights they would be ambiguous."""
-    for old in (folder / SINGLE_FILE, folder / INDEX_FILE, *folder.glob("model-?????-of-?????.safetensors")):
+    for old in (
+        folder / weight_files.SINGLE_FILE,
+        folder / weight_files.INDEX_FILE,
+        *folder.glob("model-?????-of-?????.safetensors"),
+    ):
         old.unlink(missing_ok=True)
 
 
@@ -181,7 +174,7 @@ def save_weights(
     total = sum(t.nbytes for t in tensors.values())
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
-    written = joined_experts(tensors) if FUSED in tensors else tensors.items()
+    written = joined_experts(tensors) if weight_files.FUSED in tensors else tensors.items()
     for name, tensor in joined_projections(tensors, config) if is_fused(config) else written:
         if shards[-1] and size + tensor.nbytes > max_shard_bytes:
             shards.append({})
@@ -191,7 +184,7 @@ def save_weights(
         shards[-1][name] = tensor.contiguous()
         size += tensor.nbytes
     if len(shards) == 1:
-        save_file(shards[0], folder / SINGLE_FILE, metadata={"format": "pt"})
+        save_file(shards[0], folder / weight_files.SINGLE_FILE, metadata={"format": "pt"})
         return
     weight_map = {}
     for i, shard in enumerate(shards, 1):
@@ -199,7 +192,7 @@ def save_weights(
         save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / weight_files.INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
 _EXPERT = re.compile(r"(.*mlp\.experts\.)\d+\.(gate|up|down)_proj\.(weight|bias)")
@@ -289,7 +282,7 @@ def lora_b_from_peft(b: torch.Tensor, dim: int, alternates: bool = False) -> tor
     return rows.unflatten(1, (dim, -1)).permute(2, 1, 0).flatten(0, 1)
 
 
-def add_saved_adapter(model: C.DecoderModel, saved: SavedAdapter) -> None:
+def add_saved_adapter(model: C.DecoderModel, saved: weight_files.SavedAdapter) -> None:
     """Add the adapter of a checkpoint to a frozen model with loaded weights, without merging it."""
     model.adapt(saved.dim, saved.alpha, list(saved.targets), False, saved.use_rslora)
     views = named_views(model.trained_layout.specs, model.masters)
@@ -297,5 +290,5 @@ def add_saved_adapter(model: C.DecoderModel, saved: SavedAdapter) -> None:
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # the buffer is only read
         for name, raw in saved.tensors():
             tensor = tensor_of(raw)
-            views[name].copy_(lora_b_from_peft(tensor, saved.dim) if name.endswith(LORA_B) else tensor)
+            views[name].copy_(lora_b_from_peft(tensor, saved.dim) if name.endswith(weight_files.LORA_B) else tensor)
     model.masters_changed()

@@ -32,13 +32,10 @@ LEAST_GAIN = 0.05
 
 @dataclass(frozen=True)
 class GradientSums:
-    """Settings of how gradients are summed over ranks. All settings give bit-identical sums.
-
-    Attributes:
-        beside: whether gradients are summed over ranks while a backward pass still runs, layer by layer, instead of
-            after it: during the last pass of each gradient block if `sharded`, otherwise of the batch.
-        sharded: whether each rank keeps only its shard of the sums (ZeRO-2), and gradient blocks (see `Ranks.blocks`)
-            are assigned to ranks round-robin. Requires `beside`."""
+    """Settings of how gradients are summed over ranks, all with bit-identical sums. With `beside`, they are summed
+    layer by layer while a backward pass still runs: the last of each gradient block if `sharded`, otherwise of the
+    batch. With `sharded`, which requires `beside`, each rank keeps its shard of the sums (ZeRO-2), and gradient blocks
+    (see `Ranks.blocks`) are assigned to ranks round-robin."""
 
     beside: bool = False
     sharded: bool = False

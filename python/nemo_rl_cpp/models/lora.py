@@ -63,16 +63,11 @@ def _among_images(module: str) -> str:
 
 @dataclass
 class Lora:
-    """The LoRA adapters of one model.
-
-    Attributes:
-        modules: the adapted modules, for instance model.layers.0.self_attn.q_proj, in the order of the parameters.
-        base: the base model's name, valid in any working directory.
-        folder: the base model. If it is a critic, its whole scalar head is trained together with the adapters.
-        key: the configuration key of the settings, for messages.
-        base_digest: digest of the base weights; empty if this process holds only a slice of them.
-        joined: the adapted modules that join modules of the model -> these modules and their numbers of rows
-            (Adapters.joins)."""
+    """The LoRA adapters of one model: `modules` are adapted, such as model.layers.0.self_attn.q_proj, in the order of
+    the parameters of the model `folder`, which any working directory finds as `base`. A critic's whole scalar head is
+    trained with them. `key` is the configuration key of the settings; `base_digest` is empty if this process holds a
+    slice of the base weights. `joined` maps modules that join some of the model's to these and their numbers of rows
+    (Adapters.joins)."""
 
     section: str
     modules: tuple[str, ...]

@@ -61,13 +61,9 @@ class Piece(NamedTuple):
 
 
 class FlatModel:
-    """A transformers module with the interface that `TrainedModel` needs, in one process. It has n weights.
-
-    Attributes:
-        module: the module, in `dtype`; its parameters are views of `compute`.
-        flat_layout: the positions of the parameters, in the module's order; tied parameters once.
-        compute: [n] the weights that matrix products read.
-        masters: [n] float32 master weights; `compute` itself if that is float32; None for a frozen model."""
+    """A transformers module with the interface that `TrainedModel` needs, in one process: `module` in `dtype`, whose n
+    weights, tied ones once, are views of `compute` [n] in the order of `flat_layout`. `masters` [n] are float32 master
+    weights: `compute` itself if that is float32, None for a frozen model."""
 
     masters_begin = 0
     blocks = ()  # a module's buffers are read from the module

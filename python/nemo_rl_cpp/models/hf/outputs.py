@@ -165,12 +165,10 @@ _CHUNK_BYTES = 1 << 26
 
 @dataclass
 class Outputs:
-    """The model's outputs for the W tokens to score, in float32, with a gradient if requested.
-
-    Attributes:
-        scored: [W] log-probability under generation's temperature, top-k and top-p; or the critic's value.
-        removed: bool [W] tokens that top-k or top-p removes, whose `scored` must get no gradient; None without these.
-        unfiltered: [W] log-probability under the temperature only; None unless requested."""
+    """The model's outputs for the W tokens to score, float32 [W], with a gradient if requested: `scored`, the
+    log-probability under generation's temperature, top-k and top-p, or the critic's value; bool `removed`, the tokens
+    that top-k or top-p removes, whose `scored` must get no gradient; and, if requested, `unfiltered`, the
+    log-probability under the temperature only."""
 
     scored: Tensor
     removed: Tensor | None = None

@@ -27,13 +27,10 @@ from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
 
 
 class Policy(TrainedModel, PolicyInterface):
-    """A language model in training: log-probabilities, optimizer steps, checkpoints.
-
-    Args:
-        cluster, tokenizer, weights_path, optimizer_path, total_steps, ranks: see `TrainedModel`.
-        config: the `policy` section, or a dictionary of its keys.
-        init_reference_model: keep a frozen copy of `config.model_name` for `get_reference_policy_logprobs`.
-        teachers: models for `get_teacher_logprobs`: configuration key of a model's name -> name."""
+    """A language model in training: log-probabilities, optimizer steps, checkpoints. The arguments are those of
+    `TrainedModel`; `config` is the section `policy`, or a dictionary of its keys. `init_reference_model`: keep a frozen
+    copy of `config.model_name` for `get_reference_policy_logprobs`. `teachers` maps configuration keys to the models
+    for `get_teacher_logprobs`."""
 
     section = "policy"
 

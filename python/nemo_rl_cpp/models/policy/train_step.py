@@ -70,15 +70,10 @@ class Exactness:
 
 @dataclass
 class GlobalBatchResult:
-    """The result of one global batch on one rank, for the rank's samples.
-
-    Attributes:
-        outputs: log-probability (or critic's value) of each trained token, [T] for the tokens of all global batches of
-            the `train` call; 0 at untrained tokens and in other global batches.
-        blocks: number of micro-batches in each gradient block (part of a global batch, see `Ranks.blocks`).
-        losses, metrics: one per micro-batch.
-        packed_tokens: number of tokens in the forward passes.
-        zero_gradient_tokens: number of these tokens that had no backward pass."""
+    """The result of one global batch for this rank's samples: `outputs` [T] of all of the `train` call's tokens, the
+    log-probability (or critic's value) of each trained token of this global batch, else 0; the number of micro-batches
+    in each of its gradient blocks (see `Ranks.blocks`); losses and metrics per micro-batch; and the numbers of tokens
+    in the forward passes, and of those without a backward pass."""
 
     outputs: Tensor
     blocks: list[int] = field(default_factory=list)

@@ -36,14 +36,10 @@ _ID = "nccl_unique_id"  # key of the store under which csrc/distributed/nccl_com
 
 
 class SharedMemoryTransport:
-    """The transfer of weights to vLLM through anonymous memory that this process and the server's workers map. The
-    memory is reachable only by this process's open file, so it is freed once both processes have ended, even if they
-    are killed.
-
-    Attributes:
-        manifest: [name, dtype, shape, offset, bytes] of each tensor, as `nemo_rl_cpp_vllm.SharedWeights` reads it.
-        weight_bytes: size of all tensors in bytes.
-        descriptor: file descriptor, which the server's process opens by its path in /proc."""
+    """The transfer of weights to vLLM through anonymous memory that this process and the server's workers map. It is
+    reachable only by this process's open file `descriptor` (by its path in /proc), so it is freed once both processes
+    have ended, even if killed. `manifest` has [name, dtype, shape, offset, bytes] of each tensor, as
+    `nemo_rl_cpp_vllm.SharedWeights` reads it, `weight_bytes` the size of all."""
 
     def __init__(self, weights: Mapping[str, Tensor], client: server.ServerClient) -> None:
         self._client, self._sent, end = client, "", 0
@@ -190,26 +186,17 @@ class Response:
 
 
 class VllmGeneration(base_engine.BaseEngine):
-    """NeMo RL's generation interface for vLLM: it uses the user's server at `policy.generation.vllm_cfg.server_url`, or
-    starts one with the interpreter `vllm_cfg.python`.
-
-    A user's server keeps running after the run, with the last weights. Other clients may use it, too; each refit waits
-    until their requests have ended. vLLM generates nothing before the first `update_weights`.
+    """NeMo RL's generation interface for vLLM, with the user's server at `policy.generation.vllm_cfg.server_url`, or
+    one (`server`) that the run starts with the interpreter `vllm_cfg.python`. A user's server keeps running after the
+    run, with the last weights, and each refit waits until other clients' requests have ended.
 
     Requests go to vLLM's token-id route as streams, so that every received token shows that the server is alive. The
     client aborts a response once a stop string ends it. vLLM's seed is computed from (seed, stream, draw id, sample,
-    prompt length), so that a repeated run sends the same requests. vLLM's log-probabilities are not bit-identical to
-    training's.
+    prompt length), so that a repeated run sends the same requests; its log-probabilities are not bit-identical to
+    training's. `weight_version` is that of vLLM's weights, None before the first refit.
 
-    `generate` also raises VllmError before the first refit, and WorkerLostError if the server has ended or has produced
-    no token for vllm_cfg.timeout_s.
-
-    Attributes:
-        model_config: config.json of the policy's model.
-        weight_version: version of vLLM's weights; None before the first refit.
-        server: the server that the run has started, or None.
-
-    Raises ValueError for a server that the run cannot use, WorkerLostError for a server that does not start."""
+    Raises ValueError for a server that the run cannot use. `generate` also raises VllmError before the first refit, and
+    WorkerLostError if the server has ended or has produced no token for vllm_cfg.timeout_s."""
 
     owns_process = True
 

@@ -27,18 +27,11 @@ from nemo_rl_cpp.models.weights import save_weights
 
 
 class Model:
-    """A language model on the CPU, whose weights an `Engine` and a `Trainer` share.
-
-    Args:
-        name: a Hugging Face folder, a GGUF file, a packaged model, a name on the Hub, or "tiny-random".
-        seed: the seed of random weights.
-        precision: "float32", "float64", or "bfloat16" with float32 master weights.
-        overrides: entries that replace those of config.json, such as `hidden_size=128` of "tiny-random".
-
-    Attributes:
-        tokenizer: the folder's tokenizer; for "tiny-random" a tokenizer of digits, "+" and "=".
-
-    Raise ModelFolderError for an unsupported model or damaged files."""
+    """A language model on the CPU, whose weights an `Engine` and a `Trainer` share: a Hugging Face folder, a GGUF file,
+    a packaged model, a name on the Hub, or "tiny-random" with weights drawn from `seed`. `precision` is "float32",
+    "float64", or "bfloat16" with float32 master weights. `overrides` replace entries of config.json
+    (`hidden_size=128`). `tokenizer` is the folder's; for "tiny-random" one of digits, "+" and "=". Raise
+    ModelFolderError for an unsupported model or damaged files."""
 
     def __init__(self, name: str, *, seed: int = 0, precision: str = "float32", **overrides: object) -> None:
         if precision not in DTYPES:

@@ -293,15 +293,11 @@ def _blocks_of(dealt: list[list[int]], rank: int, ranks: int, in_turns: bool) ->
 def connect(
     rank: int, size: int, host: str, port: int, deadline: float, address: str | None = None, backend: str = "gloo"
 ) -> Ranks:  # fmt: skip
-    """Join the rendezvous of all ranks at the TCP store at `host` and `port`. Return this process's `Ranks`.
-
-    Args:
-        deadline: timeout in seconds of every message between ranks.
-        address: where the other ranks reach this process; None: at `host`, with all ranks on one machine.
-        backend: "gloo" sends tensors on the CPU. "nccl" also sends tensors on this rank's GPU, which becomes torch's
-            current device: the visible GPU number `rank`, modulo the number of visible GPUs.
-
-    Raise ValueError for "nccl" without a GPU, and C.CommunicatorError for errors of NCCL."""
+    """Join the rendezvous of all ranks at the TCP store at `host` and `port`, with the timeout `deadline` in seconds of
+    every message, and return this process's `Ranks`. Other ranks reach this process at `address` (None: at `host`, all
+    on one machine). The `backend` "gloo" sends tensors on the CPU; "nccl" also those on this rank's GPU, which becomes
+    torch's current device: the visible GPU `rank`, modulo their number. Raise ValueError for "nccl" without a GPU, and
+    C.CommunicatorError for errors of NCCL."""
     if size == 1:
         return Ranks(address=address)
     gpu = _own_gpu(rank) if backend == "nccl" else None

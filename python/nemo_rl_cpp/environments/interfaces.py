@@ -24,19 +24,17 @@ class WeightedParts(dict[str, "Tensor"]):
 
 
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
-    """The result of an environment for a batch of conversations.
+    """The result of an environment for a batch of B conversations.
 
     Attributes:
-        observations: [B] the next message of each conversation, {"role", "content"}. Empty content adds no token.
-        metadata: [B] the state of each conversation, passed to the next step. If it is a mapping with `mask_sample:
-            True`, the conversation is not trained on, for instance because its verifier failed; the value of the last
-            step counts.
-        next_stop_strings: [B] stop strings of the next turn, in addition to the generation configuration's; None for
-            no others.
-        rewards: [B] reward of this turn, or a dictionary of components [B]. The total reward of a rollout is the sum
-            over its turns and components. With `WeightedParts` the components have weights.
-        terminateds: [B] whether the conversation has ended.
-        answers: [B] the answers extracted from the responses, or None if they were not requested."""
+        observations: the next message of each, {"role", "content"}. Empty content adds no token.
+        metadata: the state of each, passed to the next step. A mapping with `mask_sample: True` excludes the
+            conversation from training, for instance because its verifier failed; the value of the last step counts.
+        next_stop_strings: stop strings of the next turn, in addition to the generation configuration's, or None.
+        rewards: the reward of this turn, or a dictionary of components [B]. A rollout's total reward is the sum over
+            its turns and components, weighted if they are `WeightedParts`.
+        terminateds: whether each conversation has ended.
+        answers: the answers extracted from the responses, or None if they were not requested."""
 
     observations: list[dict[str, str]]
     metadata: list[MetadataT]

@@ -75,15 +75,11 @@ class RawDataset:
 
 @dataclass(eq=False, repr=False)
 class AllTaskProcessedDataset:
-    """A data set of processed rows: `dataset[i]` is the DatumSpec of row i.
-
-    Args:
-        default_task_data_spec: the specification of all rows if there is a single processor. With a mapping, its
-            prompts replace missing prompts of the other specifications.
-        task_data_processors: one processor for all rows, or a mapping from the row's "task_name" to (specification,
-            processor). A defaultdict may give a default for other task names.
-        task_data_preprocessors: a function that changes a row before it is processed, or task name -> function.
-        max_seq_length: the length in tokens at which the processor truncates and masks a prompt; None: no limit.
+    """A data set of processed rows: `dataset[i]` is the DatumSpec of row i. `task_data_processors` is one processor for
+    all rows, with the specification `default_task_data_spec`, or a mapping (perhaps a defaultdict) from the row's
+    "task_name" to (specification, processor), whose missing prompts are the default's. `task_data_preprocessors` is a
+    function that changes a row before, or task name -> function. The processor truncates and masks a prompt at
+    `max_seq_length` tokens (None: no limit).
 
     Reading the first row of each task raises AssertionError if the row begins with two BOS tokens."""
 

@@ -56,18 +56,16 @@ class GenerationOutputSpec(TypedDict):
 
 @dataclass
 class Responses:
-    """The output of `generate` without padding and without prompts: the concatenated responses, N tokens in total.
+    """The output of `generate` without padding and prompts: N tokens in total.
 
     Attributes:
         token_ids: int64 [N].
         offsets: int64 [B + 1]: response b is token_ids[offsets[b] : offsets[b + 1]].
-        logprobs: float32 [N] log-probability of every sampled token under the distribution it was sampled from; None if
-            not available.
+        logprobs: float32 [N] of every sampled token under the distribution it was sampled from, or None.
         truncated: bool [B] whether a response ended at a length limit; None if the engine does not report it.
-        weight_version: version of the weights that generated the responses, set by `sync_weights` for an engine with a
-            separate copy of the weights; otherwise None.
-        token_versions: int64 [N] version of the weights that sampled each token, if the weights could change within a
-            response (`WeightChange`); otherwise None."""
+        weight_version: version of the weights of an engine with a separate copy, set by `sync_weights`; otherwise None.
+        token_versions: int64 [N] version of the weights that sampled each token, if they could change within a response
+            (`WeightChange`); otherwise None."""
 
     token_ids: torch.Tensor
     offsets: torch.Tensor

@@ -115,12 +115,10 @@ class Policy(TrainedModel, PolicyInterface):
         sizes), then one step of the learning-rate schedule.
 
         If the data has no `prev_logprobs`, the current weights must be those that generated the responses. The first
-        update then takes the old policy's log-probabilities from its own forward pass. Later updates take them from
-        generation if generation was bit-identical to this forward pass. Otherwise the mismatches are counted, and a
-        separate pass before the first update computes them for the rows of the later updates.
-
-        The returned "prev_logprobs" can be added to `data` for another call on it. `train` sets `reused_forward_share`
-        and `zero_gradient_share`, the shares of tokens without a forward and without a backward pass in training."""
+        update then takes the old policy's log-probabilities from its own forward pass, and later updates from
+        generation if it was bit-identical to this pass, otherwise from a separate pass before the first update. They
+        are returned as "prev_logprobs", for another call. Sets `reused_forward_share` and `zero_gradient_share`, the
+        shares of tokens without a forward and without a backward pass."""
         batch = RaggedBatch.of(data)
         done = self.train_part(batch, loss_fn, eval_mode, gbs, mbs)
         self.zero_gradient_share, self.reused_forward_share = done.shares(self.reused_forward_share)

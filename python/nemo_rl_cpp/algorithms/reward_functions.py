@@ -13,7 +13,7 @@ from nemo_rl_cpp.config import penalties
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.loop import RewardScalingConfig, RewardShapingConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType, TokenizerType
-from nemo_rl_cpp.environments.single_turn import assistant_text
+from nemo_rl_cpp.environments.single_turn import assistant_text, prompt_text
 
 BatchT = TypeVar("BatchT", bound=MutableMapping)
 _TOLERANCE = 1e-6
@@ -108,7 +108,7 @@ def apply_length_penalty(
         if in_parts or not all(min(abs(reward), abs(reward - 1.0)) <= _TOLERANCE for reward in rewards):
             skipped += len(rows)
             continue
-        lengths = _lengths([assistant_text(rollouts["message_log"][row]) for row in rows], params, tokenizer)
+        lengths = _lengths([rollouts["message_log"][row] for row in rows], params, tokenizer)
         info = rollouts["extra_env_info"][rows[0]] if "extra_env_info" in rollouts else None
         n_std, min_samples = params.profiled_length_n_std, params.profiled_length_min_samples
         too_long = profiled_limit(info, n_std, min_samples) if params.profiled_length_penalty else None
@@ -188,23 +188,29 @@ def band_factor(length: float, band: penalties.ProfileBandChannel) -> float:
     return 1.0 - (length - band.a) / (band.b - band.a) * (1.0 - band.f)
 
 
-def _lengths(texts: list[str], params: penalties.LengthPenaltyParams, tokenizer: TokenizerType) -> Lengths:
+def _lengths(logs: list[LLMMessageLogType], params: penalties.LengthPenaltyParams, tokenizer: TokenizerType) -> Lengths:
     def measure(text: str) -> int:
         in_characters = params.length_type == "chars" or not text
         return len(text if in_characters else tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    parts = [reasoning_and_answer(text) for text in texts]
+    parts = [reasoning_and_answer(assistant_text(log), _opens_thinking(prompt_text(log))) for log in logs]
     reasoning, answer = [measure(part) for part, _ in parts], [measure(part) for _, part in parts]
     return {"reasoning": reasoning, "answer": answer, "total": [r + a for r, a in zip(reasoning, answer)]}
 
 
-def reasoning_and_answer(text: str) -> tuple[str, str]:
-    """Split a response into (reasoning, answer) at `</think>`. Without it, a text after `<think>` is reasoning."""
+def reasoning_and_answer(text: str, opens_thinking: bool) -> tuple[str, str]:
+    """Split a response into (reasoning, answer) at `</think>`. Without it, a text after `<think>`, with which the prompt
+    may end (`opens_thinking`), is reasoning."""
     opening, closing = THINKING_TAGS
     before, end, after = text.partition(closing)
     if end:
         return before.removeprefix(opening), after
-    return (text.removeprefix(opening), "") if text.lstrip().startswith(opening) else ("", text)
+    is_reasoning = opens_thinking or text.lstrip().startswith(opening)
+    return (text.removeprefix(opening), "") if is_reasoning else ("", text)
+
+
+def _opens_thinking(prompt: str) -> bool:
+    return prompt.rstrip().endswith(THINKING_TAGS[0])
 
 
 def _additions(
@@ -281,7 +287,7 @@ def apply_reward_penalties(
     if config.penalize_unwanted_tokens:
         unwanted = torch.tensor(config.ids.unwanted)
         defects["unwanted_token_rate"] = lambda log: any(
-            bool(torch.isin(message["token_ids"], unwanted).any()) for message in _responses(log)
+            message["role"] == "assistant" and bool(torch.isin(message["token_ids"], unwanted).any()) for message in log
         )
     if config.penalize_malformed_think_tag:
         tags = config.ids.thinking
@@ -300,20 +306,25 @@ def apply_reward_penalties(
     return metrics
 
 
-def _responses(log: LLMMessageLogType) -> LLMMessageLogType:
-    return [message for message in log if message["role"] == "assistant"]
+def _parts(log: LLMMessageLogType) -> list[tuple[str, str]]:
+    """Return (reasoning, answer) of each response of a conversation."""
+    texts = [str(message["content"]) for message in log]
+    return [
+        reasoning_and_answer(text, _opens_thinking(before))
+        for message, text, before in zip(log, texts, ["", *texts])
+        if message["role"] == "assistant"
+    ]
 
 
 def has_duplicated_reasoning(log: LLMMessageLogType) -> bool:
     """Return whether, in some response of a conversation, the answer repeats the reasoning word for word."""
-    parts = [reasoning_and_answer(str(message["content"])) for message in _responses(log)]
-    return any(reasoning.strip() and reasoning.strip() == answer.strip() for reasoning, answer in parts)
+    return any(reasoning.strip() and reasoning.strip() == answer.strip() for reasoning, answer in _parts(log))
 
 
 def has_empty_final_answer(log: LLMMessageLogType) -> bool:
     """Return whether a conversation's last response has no answer, for instance because its reasoning was truncated."""
-    last = _responses(log)[-1:]
-    return not last or not reasoning_and_answer(str(last[0]["content"]))[1].strip()
+    last = _parts(log)[-1:]
+    return not last or not last[0][1].strip()
 
 
 def has_malformed_thinking(log: LLMMessageLogType, tag_ids: tuple[int, int] | None) -> bool:

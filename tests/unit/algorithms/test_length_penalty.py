@@ -67,7 +67,12 @@ def test_group_length_penalty_applies_only_if_the_mean_correct_length_exceeds_th
     ("<think>a b</think>c", ("a b", "c")), ("a b</think>c", ("a b", "c")), ("<think>cut off", ("cut off", "")), ("plain", ("", "plain")),
 ])  # fmt: skip
 def test_length_penalty_measures_reasoning_and_answer_lengths_separately(text, expected):
-    assert reasoning_and_answer(text) == expected
+    assert reasoning_and_answer(text, False) == expected
+
+
+def test_text_without_closing_tag_is_reasoning_if_the_prompt_opens_thinking():
+    assert reasoning_and_answer("cut off", True) == ("cut off", "")
+    assert reasoning_and_answer("a b</think>c", True) == ("a b", "c")
 
 
 def rollouts(texts, rewards, groups, tasks=None, **columns):

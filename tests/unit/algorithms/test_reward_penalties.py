@@ -48,6 +48,12 @@ def test_conversation_whose_last_response_is_empty_gets_zero_reward(texts, rewar
     assert penalised(log, penalize_empty_final_answer=True) == (reward, {"empty_final_answer_rate": 1.0 - reward})
 
 
+@pytest.mark.parametrize("text, reward", [("cut", 0.0), ("a</think>b", 1.0)])
+def test_response_cut_within_thinking_that_the_prompt_opened_gets_zero_reward(text, reward):
+    log = [message("user", [1], "What?<|assistant|>\n<think>\n"), message("assistant", [2], text)]
+    assert penalised(log, penalize_empty_final_answer=True)[0] == reward
+
+
 def test_forbidden_token_gives_zero_reward_in_a_response_but_not_in_a_prompt():
     section = {"penalize_unwanted_tokens": True, "token_ids": {"unwanted": [7, 8]}}
     assert penalised([message("user", [7]), message("assistant", [1, 2])], **section)[0] == 1.0

@@ -336,11 +336,6 @@ def test_run_whose_lm_head_was_untied_on_loading_can_resume_from_its_checkpoint(
     assert resumed(model, tmp_path, {"tie_word_embeddings": False}) == []
 
 
-def test_resuming_with_a_changed_rope_theta_is_an_error(model, tmp_path):
-    [text] = resumed(model, tmp_path, {}, "++policy.hf_config_overrides.rope_theta=500.0")
-    assert "rope_theta" in text
-
-
 # -- where they are asked -------------------------------------------------------------------------------------------------
 
 

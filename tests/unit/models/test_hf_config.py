@@ -6,7 +6,6 @@ import pytest
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.hf_config import TINY_CONFIG, canonical_config, config_remarks, max_positions, native_config
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
-from nemo_rl_cpp.models.rope import rope_frequencies
 
 QWEN = {
     "model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 32, "vocab_size": 100, "intermediate_size": 64,
@@ -55,19 +54,6 @@ THETA = TINY_CONFIG | {"rope_theta": 500.0}
 def test_omitted_and_null_config_values_get_the_defaults_of_transformers(config, overrides, expected):
     form = canonical_config(config, overrides)
     assert {key: form[key] for key in expected} == expected
-
-
-def test_rope_frequencies_match_hand_computed_values():
-    plain, factor = rope_frequencies({"head_dim": 4, "rope_theta": 100.0, "rope_scaling": None}, 64)
-    assert plain == [1.0, 0.1] and factor == 1.0
-    linear, _ = rope_frequencies(
-        {"head_dim": 4, "rope_theta": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 64
-    )
-    assert linear == [0.5, 0.05]
-    # original positions 2 pi and one rotation: the ramp is from dimension 0 (32 rotations lie before it) to 0, so only the first stays
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2 * math.pi}
-    scaled, factor = rope_frequencies({"head_dim": 4, "rope_theta": 100.0, "rope_scaling": yarn}, 64)
-    assert scaled == pytest.approx([1.0, 0.025]) and factor == pytest.approx(0.1 * math.log(4) + 1)
 
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 16}

@@ -22,9 +22,10 @@ struct LinearInput {
                                 ///< nullptr: w is read as it lies
 };
 
+/// Room for rows of x, and for a word more with every block of weights (kernels/cpu/block_codes.h).
 inline std::int64_t linear_packed_bytes(std::int64_t M, std::int64_t K, std::int64_t size) {
   const std::int64_t rows = (M + kLinearTileM - 1) / kLinearTileM * kLinearTileM;
-  return rows * (K + 16) * (size < 4 ? 4 : size);
+  return rows * (K + K / 32 + 16) * (size < 4 ? 4 : size);
 }
 
 /// Where tile number t lies: tiles go down the rows of a block, then strip by strip through its columns, then block by

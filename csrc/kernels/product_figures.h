@@ -10,7 +10,6 @@
 //   from 96, 192 or 384   w packed too (AVX-512)                   kLinearWideRows times linear_wide_chunks
 //   from 128 or 1,024     w packed too (AMX)                       kTileWideRows, kTileWideRowsOfLong
 //   from 384              of the head: a tile's logits at once     kHeadProductRows
-//   9 to 24               some terms of blocks in float32 (AVX2)   kBlockPanelRows
 //
 // kernels/cpu/product_table.h makes the ways of each type and capability of the first five rows, and checks that all of
 // them add up in one order.
@@ -26,7 +25,6 @@ inline constexpr std::int64_t kLinearTileN = 48;  ///< columns: a multiple of th
 inline constexpr std::int64_t kSwigluTileN =
     2 * kLinearTileN;                                ///< of linear_swiglu: gates and ups by whole cache lines
 inline constexpr std::int64_t kLinearFewRows = 8;    ///< up to here rows of w lie in the lanes instead of rows of x
-inline constexpr std::int64_t kBlockPanelRows = 24;  ///< of q8_0 and q4_0 on AVX2: they share terms that become float32
 inline constexpr std::int64_t kLinearCachedTerms = 80 * 1024;  ///< of x, for the second-level cache
 /// Up to so many rows of x every thread packs them for itself: it reads lines that another core has written, as it
 /// must, but none that it would have to take away from another core to write them; and nobody waits.

@@ -119,10 +119,15 @@ struct WeightBlocks {
 using BlockWeightsAreSingle = bool();
 NRL_DECLARE_TILE_KERNEL(block_weights_are_single, BlockWeightsAreSingle);
 
-/// The most rows of x whose products unpack w between the tiles that multiply it, instead of a strip of w first. 0:
-/// this capability has no such kernels.
+/// The most rows of x whose products read w in blocks, instead of a strip of w that is unpacked first. 0: this
+/// capability has no such kernels.
 using BlockProductRows = std::int64_t(BlockFormat format);
 NRL_DECLARE_TILE_KERNEL(block_product_rows, BlockProductRows);
+
+/// Packs x for these, as linear_pack does.
+using LinearPackForBlocks = void(BlockFormat format, const LinearInput<bfloat16>& input, std::int64_t begin,
+                                 std::int64_t end);
+NRL_DECLARE_TILE_KERNEL(linear_pack_for_blocks, LinearPackForBlocks);
 
 /// linear_forward and linear_swiglu of up to so many rows of x, with all rows of w at `w`; args.w is not read.
 template <class O>

@@ -2,6 +2,8 @@
 
 #include <ATen/Parallel.h>
 
+#include <functional>
+
 #include "kernels/linear.h"
 #include "ops/gemm.h"
 #include "ops/kernel_types.h"
@@ -107,12 +109,15 @@ void for_strips(const kernels::LinearTiles& tiles, std::int64_t begin, std::int6
   }
 }
 
-/// Room for a strip of so many columns, widened; 0 where w is multiplied as it lies.
+/// How x is packed, and the room that a thread needs for a strip of w in another layout; nullptr: none.
 template <class T>
-std::int64_t strip_floats(std::int64_t M, std::int64_t K, std::int64_t tile_n) {
-  if constexpr (std::is_same_v<T, bfloat16>) return kernels::linear_strip_floats_bf16(M, K, tile_n);
-  return 0;
-}
+struct Packing {
+  std::function<kernels::LinearPack<T>> pack;
+  kernels::LinearStripFloats* strip_floats = nullptr;
+  std::int64_t floats(std::int64_t M, std::int64_t K, std::int64_t tile_n) const {
+    return strip_floats == nullptr ? 0 : strip_floats(M, K, tile_n);
+  }
+};
 
 /// This thread's room for a strip, beside its other scratch memory.
 float* thread_strip(std::int64_t floats) {
@@ -122,14 +127,14 @@ float* thread_strip(std::int64_t floats) {
 
 /// Computes tiles by multiply(input, 0, begin, end, more) from x of up to kernels::kLinearOwnRows rows.
 template <class T, class Multiply>
-void run_packed_each(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t N, std::int64_t tile_n,
+void run_packed_each(const Packing<T>& packing, const at::Tensor& x, std::int64_t N, std::int64_t tile_n,
                      const Multiply& multiply) {
-  const std::int64_t M = x.size(0), K = x.size(1), floats = strip_floats<T>(M, K, tile_n);
+  const std::int64_t M = x.size(0), K = x.size(1), floats = packing.floats(M, K, tile_n);
   const auto bytes = static_cast<std::size_t>(kernels::linear_packed_bytes(M, K, sizeof(T)));
   const std::int64_t tiles = kernels::LinearTiles(M, N, K, tile_n).count();
   parallel_chunks(1, tiles, runtime::tiles_at_least(K * tile_n * M), bytes, [&](const ChunkTile& t) {
     const kernels::LinearInput<T> input{ptr<T>(x), x.stride(0), M, K, t.packed_rows, thread_strip(floats)};
-    if (!t.is_packed) pack(input, 0, 1);
+    if (!t.is_packed) packing.pack(input, 0, 1);
     multiply(input, 0, t.strip_begin, t.strip_end, t.more);
   });
 }
@@ -137,10 +142,10 @@ void run_packed_each(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int
 /// Packs x, then computes tiles by multiply(input, first row, begin, end, more), for so many rows at a time as are
 /// still in a nearby cache once packed.
 template <class T, class Multiply>
-void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t N, std::int64_t tile_n,
+void run_packed(const Packing<T>& packing, const at::Tensor& x, std::int64_t N, std::int64_t tile_n,
                 const Multiply& multiply) {
   const std::int64_t M = x.size(0), K = x.size(1), block = kernels::LinearTiles(M, N, K, tile_n).block_rows;
-  if (M <= kernels::kLinearOwnRows) return run_packed_each(pack, x, N, tile_n, multiply);
+  if (M <= kernels::kLinearOwnRows) return run_packed_each(packing, x, N, tile_n, multiply);
   const std::int64_t tile = kernels::linear_packed_bytes(kernels::kLinearTileM, K, sizeof(T));
   const std::int64_t at_once =
       std::max<std::int64_t>(1, kernels::kLinearPackedBytes / kernels::linear_packed_bytes(block, K, sizeof(T))) *
@@ -151,9 +156,9 @@ void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t 
     const kernels::LinearInput<T> input{ptr<T>(x) + m * x.stride(0), x.stride(0), std::min(at_once, M - m), K, packed};
     const std::int64_t steps = (input.M + kernels::kLinearTileM - 1) / kernels::kLinearTileM;
     at::parallel_for(0, steps, std::max<std::int64_t>(1, kernels::kLinearPackGrain / tile),
-                     [&](std::int64_t begin, std::int64_t end) { pack(input, begin, end); });
+                     [&](std::int64_t begin, std::int64_t end) { packing.pack(input, begin, end); });
     const kernels::LinearTiles tiles(input.M, N, K, tile_n);
-    const std::int64_t floats = strip_floats<T>(input.M, K, tile_n),
+    const std::int64_t floats = packing.floats(input.M, K, tile_n),
                        at_least = runtime::tiles_at_least(K * tile_n * std::min(input.M, kernels::kLinearTileM));
     runtime::parallel_tiles(tiles.count(), floats > 0 ? std::max(tiles.steps, at_least) : at_least,
                             [&](std::int64_t begin, std::int64_t end, bool more) {
@@ -211,9 +216,10 @@ template <class T, class W, class Kernels, class ArgsOf, class Unpack, class Pac
 void run_forward(const Kernels& with, const kernels::LinearWide& wide, const at::Tensor& x, const Weights<W>& w,
                  std::int64_t N, std::int64_t width, const ArgsOf& args_of, const Unpack& unpack, const Pack& pack) {
   const std::int64_t M = x.size(0), K = x.size(1);
+  constexpr bool kMayWiden = std::is_same_v<W, bfloat16>;
   if (M < wide.from_rows)
     return run_packed<T>(
-        with.pack, x, N, width,
+        {with.pack, kMayWiden ? kernels::linear_strip_floats_bf16 : nullptr}, x, N, width,
         [&](const kernels::LinearInput<T>& input, std::int64_t m, std::int64_t begin, std::int64_t end, bool more) {
           auto args = args_of(input, m, w.in_blocks() ? nullptr : w.rows(0, N));
           if (!w.in_blocks()) return with.tiles(args, begin, end, more);
@@ -414,38 +420,51 @@ void forward_mixed(const at::Tensor& x, const BlockMatrix& w, const std::optiona
 
 bool are_mixed(const at::Tensor& x) { return x.scalar_type() == at::kBFloat16 && kernels::block_weights_are_single(); }
 
-bool are_few_for_blocks(const at::Tensor& x, const BlockMatrix& w) {
+/// Whether the kernels read w in blocks for so many rows.
+bool reads_blocks(const at::Tensor& x, const BlockMatrix& w) {
   return x.scalar_type() == at::kBFloat16 && x.size(0) <= kernels::block_product_rows(w.format());
 }
 
-/// The product of few rows: the kernel itself unpacks w.
-template <class O>
-void few_rows_of_blocks(kernels::LinearForwardBlocks<O>* kernel, const at::Tensor& x, const BlockMatrix& w,
-                        const std::optional<at::Tensor>& bias, const at::Tensor& y, bool accumulate) {
-  run_packed_each<bfloat16>(
-      kernels::linear_pack_bf16, x, w.rows(), kernels::kLinearTileN,
-      [&](const kernels::LinearInput<bfloat16>& input, std::int64_t, std::int64_t begin, std::int64_t end, bool more) {
-        const kernels::LinearForwardArgs<bfloat16, O> args{
-            input,       nullptr,  0,         bias ? ptr<bfloat16>(*bias) : nullptr, mutable_ptr<O>(y),
-            y.stride(0), w.rows(), accumulate};
-        kernel(args, {w.format(), w.tiles()}, begin, end, more);
-      });
+Packing<bfloat16> packing_for(const BlockMatrix& w) {
+  return {[format = w.format()](const kernels::LinearInput<bfloat16>& input, std::int64_t begin, std::int64_t end) {
+    kernels::linear_pack_for_blocks(format, input, begin, end);
+  }};
 }
 
-void few_rows_of_gated_blocks(const at::Tensor& x, const BlockMatrix& w, const std::optional<at::Tensor>& bias,
-                              const at::Tensor& gate_up, const at::Tensor& act) {
-  run_packed_each<bfloat16>(
-      kernels::linear_pack_bf16, x, w.rows(), kernels::kSwigluTileN,
-      [&](const kernels::LinearInput<bfloat16>& input, std::int64_t, std::int64_t begin, std::int64_t end, bool more) {
-        const kernels::LinearSwigluArgs<bfloat16> args{input,
-                                                       nullptr,
-                                                       0,
-                                                       bias ? ptr<bfloat16>(*bias) : nullptr,
-                                                       gate_up.defined() ? mutable_ptr<bfloat16>(gate_up) : nullptr,
-                                                       mutable_ptr<bfloat16>(act),
-                                                       act.size(1)};
-        kernels::linear_swiglu_blocks_bf16(args, {w.format(), w.tiles()}, begin, end, more);
-      });
+template <class O>
+void forward_where_blocks_lie(kernels::LinearForwardBlocks<O>* kernel, const at::Tensor& x, const BlockMatrix& w,
+                              const std::optional<at::Tensor>& bias, const at::Tensor& y, bool accumulate) {
+  run_packed<bfloat16>(packing_for(w), x, w.rows(), kernels::kLinearTileN,
+                       [&](const kernels::LinearInput<bfloat16>& input, std::int64_t m, std::int64_t begin,
+                           std::int64_t end, bool more) {
+                         const kernels::LinearForwardArgs<bfloat16, O> args{input,
+                                                                            nullptr,
+                                                                            0,
+                                                                            bias ? ptr<bfloat16>(*bias) : nullptr,
+                                                                            mutable_ptr<O>(y) + m * y.stride(0),
+                                                                            y.stride(0),
+                                                                            w.rows(),
+                                                                            accumulate};
+                         kernel(args, {w.format(), w.tiles()}, begin, end, more);
+                       });
+}
+
+void swiglu_where_blocks_lie(const at::Tensor& x, const BlockMatrix& w, const std::optional<at::Tensor>& bias,
+                             const at::Tensor& gate_up, const at::Tensor& act) {
+  run_packed<bfloat16>(packing_for(w), x, w.rows(), kernels::kSwigluTileN,
+                       [&](const kernels::LinearInput<bfloat16>& input, std::int64_t m, std::int64_t begin,
+                           std::int64_t end, bool more) {
+                         const std::int64_t I = act.size(1);
+                         const kernels::LinearSwigluArgs<bfloat16> args{
+                             input,
+                             nullptr,
+                             0,
+                             bias ? ptr<bfloat16>(*bias) : nullptr,
+                             gate_up.defined() ? mutable_ptr<bfloat16>(gate_up) + m * 2 * I : nullptr,
+                             mutable_ptr<bfloat16>(act) + m * I,
+                             I};
+                         kernels::linear_swiglu_blocks_bf16(args, {w.format(), w.tiles()}, begin, end, more);
+                       });
 }
 
 void forward_blocks(const at::Tensor& x, const BlockMatrix& w, const std::optional<at::Tensor>& bias,
@@ -460,10 +479,10 @@ void forward_blocks(const at::Tensor& x, const BlockMatrix& w, const std::option
       const auto of_rows = bias ? std::optional(bias->narrow(0, n, count)) : std::nullopt;
       linear_forward(x, rows, of_rows, y.narrow(1, n, count), accumulate);
     });
-  if (are_few_for_blocks(x, w) && y.scalar_type() == at::kBFloat16)
-    return few_rows_of_blocks<bfloat16>(kernels::linear_forward_blocks_bf16, x, w, bias, y, accumulate);
-  if (are_few_for_blocks(x, w) && y.scalar_type() == at::kFloat)
-    return few_rows_of_blocks<float>(kernels::linear_forward_blocks_bf16_f32, x, w, bias, y, accumulate);
+  if (reads_blocks(x, w) && y.scalar_type() == at::kBFloat16)
+    return forward_where_blocks_lie<bfloat16>(kernels::linear_forward_blocks_bf16, x, w, bias, y, accumulate);
+  if (reads_blocks(x, w) && y.scalar_type() == at::kFloat)
+    return forward_where_blocks_lie<float>(kernels::linear_forward_blocks_bf16_f32, x, w, bias, y, accumulate);
   if (are_mixed(x) && y.scalar_type() != at::kDouble) return forward_mixed(x, w, bias, y, accumulate);
   forward_on_cpu(x, w, bias, y, accumulate);
 }
@@ -479,13 +498,12 @@ void swiglu_blocks(const at::Tensor& x, const BlockMatrix& w, const std::optiona
                 "linear_swiglu: x ", x.sizes(), ", blocks of [", w.rows(), ", ", w.columns(), "], act ", act.sizes(),
                 " or their dtypes do not match");
   if (act.numel() == 0) return;
-  if (x.is_cuda()) {
+  if (x.is_cuda() || I % kernels::kBlockTileRows != 0) {  // the first row of ups may lie within a tile
     const auto both = gate_up.defined() ? gate_up : at::empty({M, 2 * I}, act.options());
     forward_blocks(x, w, bias, both, /*accumulate=*/false);
     return swiglu_forward(both, act);
   }
-  if (are_few_for_blocks(x, w) && I % kernels::kBlockTileRows == 0)
-    return few_rows_of_gated_blocks(x, w, bias, gate_up, act);
+  if (reads_blocks(x, w)) return swiglu_where_blocks_lie(x, w, bias, gate_up, act);
   if (are_mixed(x))
     return run_swiglu<bfloat16, float>(
         {kernels::linear_pack_bf16, kernels::linear_swiglu_mixed_bf16, kernels::linear_wide_bf16,

@@ -147,6 +147,10 @@ class BlockWords<BlockFormat::q4_0> {
   __m512 scales_ = _mm512_setzero_ps(), not_finite_ = _mm512_setzero_ps();
 };
 
+/// Groups of 16 rows of w at a time: sums enough that none waits for its last term.
+template <BlockFormat kFormat, int kRows>
+constexpr int kGroupsAtOnce = kRows <= 2 ? 3 : 1;
+
 /// sums[r][width] = kGroups times 16 rows of w, whose tiles follow rows[group], times kRows rows of packed x.
 template <BlockFormat kFormat, int kRows, int kGroups>
 [[gnu::noinline]] void multiply_groups(const LinearInput<bfloat16>& p, const std::byte* const* rows, std::int64_t ahead,
@@ -178,7 +182,8 @@ template <BlockFormat kFormat, int kRows, int kGroups>
         x.next_word();
       };
       (add.template operator()<kWord>(), ...);
-    }(std::make_integer_sequence<int, kBlockWords>());
+    }
+    (std::make_integer_sequence<int, kBlockWords>());
   }
   for (int r = 0; r < kRows; ++r)
     for (int g = 0; g < kGroups; ++g) {

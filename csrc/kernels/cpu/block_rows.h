@@ -1,6 +1,6 @@
 // Products of few rows of x with weights in blocks that are unpacked in registers, with rows of w in the lanes, as in
-// few_rows_tile: a tile gives pairs of terms (block_pairs.h) or terms (block_terms.h). Unpacked rows would have to be
-// stored, and turned when they are read again.
+// few_rows_tile: a tile gives pairs of terms (block_pairs.h), terms (block_terms.h) or codes (block_codes.h, for any
+// number of rows). Unpacked rows would have to be stored, and turned when they are read again.
 #pragma once
 #include "kernels/cpu/block_pairs.h"
 #include "kernels/cpu/block_strips.h"
@@ -10,9 +10,12 @@ namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
 #if defined(__AVX512BF16__) || (defined(__AVX2__) && !defined(__AVX512F__))
-constexpr bool kBlockPanels = Terms<bfloat16>::kPerWord == 1;  ///< more rows of x than few share unpacked weights
-constexpr std::int64_t kMostBlockRows = kBlockPanels ? kBlockPanelRows : kLinearFewRows;  ///< of x
-constexpr int kBlockGroup = static_cast<int>(kBlockTileRows);                             ///< rows of w
+constexpr bool kBlockPanels = Terms<bfloat16>::kPerWord == 1;  ///< more rows of x than few share codes
+/// Rows of x.
+constexpr std::int64_t most_block_rows(BlockFormat format) {  // look-ups of nf4 pay for few rows only
+  return kBlockPanels && format != BlockFormat::nf4 ? INT64_MAX : kLinearFewRows;
+}
+constexpr int kBlockGroup = static_cast<int>(kBlockTileRows);  ///< rows of w
 constexpr int kBlockGroups = static_cast<int>(kLinearTileN) / kBlockGroup;
 
 #if defined(__AVX512BF16__)
@@ -44,18 +47,19 @@ bool any_zero_or_not_finite(const float* sums) {
 }
 #endif
 
-/// sums[r][width] of a strip's 48 rows of w. kRows 0: of more rows of x than few.
+/// sums[r][width] of a strip's 48 rows of w and rows [m, m + count) of x; with kRows > 0, which are all, kRows of them.
 template <BlockFormat kFormat, int kRows>
-void multiply_strip(const LinearInput<bfloat16>& p, const BlockStrip& strip, float* sums, std::int64_t width) {
-  constexpr int kAtOnce =
-      kRows == 1 || kRows == 2 ? kBlockGroups : 1;  // chains enough that none waits for its last sum
+void multiply_strip(const LinearInput<bfloat16>& p, [[maybe_unused]] std::int64_t m,
+                    [[maybe_unused]] std::int64_t count, const BlockStrip& strip, float* sums, std::int64_t width) {
+  constexpr int kAtOnce = kGroupsAtOnce<kFormat, kRows>;
   const std::int64_t row_bytes = block_row_bytes(kFormat, p.K);
   const std::byte* rows[kBlockGroups];
   for (int g = 0; g < kBlockGroups; ++g) rows[g] = strip.rows(g, row_bytes);
   for (int g = 0; g < kBlockGroups; g += kAtOnce) {
     float* const out = sums + g * kBlockGroup;
     if constexpr (kRows > 0) multiply_groups<kFormat, kRows, kAtOnce>(p, rows + g, strip.ahead, out, width);
-    else multiply_panels<kFormat>(p, rows[g], strip.ahead, out, width);
+    else if constexpr (kFormat != BlockFormat::nf4)
+      multiply_panels<kFormat>(p, m, count, rows[g], strip.ahead, out, width);
   }
 #if defined(__AVX512BF16__)  // a zero may lack its sign there
   const auto* const x = static_cast<const Terms<bfloat16>::Word*>(p.packed);
@@ -69,17 +73,19 @@ void multiply_strip(const LinearInput<bfloat16>& p, const BlockStrip& strip, flo
 
 /// Computes tiles of kStrips strips (kernels/cpu/block_strips.h).
 template <int kStrips, class StripOf, class StoreOf>
-void run_block_strips(const LinearInput<bfloat16>& p, BlockFormat format, std::int64_t begin, std::int64_t end,
-                      const StripOf& strip_of, const StoreOf& store_of) {
+void run_block_strips(const LinearInput<bfloat16>& p, BlockFormat format, const LinearTiles& tiles, std::int64_t begin,
+                      std::int64_t end, const StripOf& strip_of, const StoreOf& store_of) {
   constexpr std::int64_t kWidth = kStrips * kLinearTileN;
-  alignas(64) float sums[kMostBlockRows * kWidth];
+  alignas(64) float sums[(kBlockPanels ? kLinearTileM : kLinearFewRows) * kWidth];
   const auto run = [&](auto rows) {
     for (std::int64_t t = begin; t < end; ++t) {
+      const std::int64_t m = tiles.row(t), count = smaller(kLinearTileM, p.M - m);
       for (int i = 0; i < kStrips; ++i)
-        with_format(format,
-                    [&](auto f) { multiply_strip<f(), rows()>(p, strip_of(t, i), sums + i * kLinearTileN, kWidth); });
+        with_format(format, [&](auto f) {
+          multiply_strip<f(), rows()>(p, m, count, strip_of(t, i), sums + i * kLinearTileN, kWidth);
+        });
       const auto store = store_of(t);
-      for (std::int64_t m = 0; m < p.M; ++m) store(m, sums + m * kWidth);
+      for (std::int64_t r = 0; r < count; ++r) store(m + r, sums + r * kWidth);
     }
   };
   if constexpr (kBlockPanels)
@@ -87,11 +93,11 @@ void run_block_strips(const LinearInput<bfloat16>& p, BlockFormat format, std::i
   with_constant<kLinearFewRows>(static_cast<int>(p.M), run);
 }
 #else
-constexpr std::int64_t kMostBlockRows = 0;
+constexpr std::int64_t most_block_rows(BlockFormat) { return 0; }
 /// Never called: block_product_rows says so.
 template <int kStrips, class StripOf, class StoreOf>
-void run_block_strips(const LinearInput<bfloat16>&, BlockFormat, std::int64_t, std::int64_t, const StripOf&,
-                      const StoreOf&) {}
+void run_block_strips(const LinearInput<bfloat16>&, BlockFormat, const LinearTiles&, std::int64_t, std::int64_t,
+                      const StripOf&, const StoreOf&) {}
 #endif
 
 }  // namespace

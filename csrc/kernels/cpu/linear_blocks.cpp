@@ -192,8 +192,14 @@ void read_block_rows(BlockFormat any, const std::byte* tiles, std::int64_t first
 }
 
 bool block_weights_are_single() { return Terms<bfloat16>::kPerWord == 1; }
-std::int64_t block_product_rows(BlockFormat format) {  // look-ups of nf4 pay for few rows only
-  return format == BlockFormat::nf4 ? smaller(kMostBlockRows, kLinearFewRows) : kMostBlockRows;
+std::int64_t block_product_rows(BlockFormat format) { return most_block_rows(format); }
+void linear_pack_for_blocks([[maybe_unused]] BlockFormat format, const LinearInput<bfloat16>& p, std::int64_t b,
+                            std::int64_t e) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if (format == BlockFormat::q8_0) return pack_codes<BlockFormat::q8_0>(p, b, e);
+  if (format == BlockFormat::q4_0) return pack_codes<BlockFormat::q4_0>(p, b, e);
+#endif
+  linear_pack_bf16(p, b, e);
 }
 void linear_forward_blocks_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, const WeightBlocks& w, std::int64_t b,
                                 std::int64_t e, bool more) {

@@ -76,8 +76,8 @@ template <BlockFormat kFormat, int kColumns>
 /// Computes tiles [begin, end), which are strips of kStrips times 48 columns: strip_of(tile, i) gives their rows of w,
 /// store_of(tile) takes the sums.
 template <int kStrips, class StripOf, class StoreOf>
-void run_block_tiles(const LinearInput<bfloat16>& p, BlockFormat format, std::int64_t begin, std::int64_t end,
-                     const StripOf& strip_of, const StoreOf& store_of) {
+void run_block_tiles(const LinearInput<bfloat16>& p, BlockFormat format, const LinearTiles&, std::int64_t begin,
+                     std::int64_t end, const StripOf& strip_of, const StoreOf& store_of) {
   using V = ShortVec<float>;
   constexpr std::int64_t kWidth = kStrips * kLinearTileN;
   alignas(64) float by_column[kWidth * kMostRows], sums[V::kLanes * kWidth];
@@ -105,6 +105,9 @@ constexpr auto kRunTiles = [](const auto&... of) { run_block_tiles<kStrips>(of..
 
 bool block_weights_are_single() { return false; }
 std::int64_t block_product_rows(BlockFormat) { return kMostRows; }
+void linear_pack_for_blocks(BlockFormat, const LinearInput<bfloat16>& p, std::int64_t b, std::int64_t e) {
+  linear_pack_bf16(p, b, e);
+}
 
 void linear_forward_blocks_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, const WeightBlocks& w, std::int64_t b,
                                 std::int64_t e, bool more) {

@@ -353,7 +353,8 @@ def _of_generation(config: TrainMasterConfig, sizes: ModelSizes, vocabulary: int
     """Return the memory of generating the rollouts of a step, or of a validation if it has more sequences."""
     policy, loop = config.policy, config.loop
     batches = [(loop.prompts_per_round * loop.num_generations_per_prompt, loop.num_generations_per_prompt)]
-    if config.data.validation is not None and config.algorithm != "sft":
+    validates = loop.val_at_start or loop.val_at_end or loop.val_period > 0
+    if validates and config.data.validation is not None and config.algorithm != "sft":
         prompts = min(loop.val_batch_size or loop.max_val_samples or 0, loop.max_val_samples or math.inf)
         each = loop.val_num_generations_per_prompt
         batches.append((prompts * each, each))

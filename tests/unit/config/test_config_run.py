@@ -63,6 +63,15 @@ def test_memory_estimate_of_a_run_matches_hand_computed_values(tmp_path):
     assert _parts(with_reference, "generation")["reference weights"] == 2 * n
 
 
+def test_memory_estimate_counts_validation_samples_only_if_a_validation_runs():
+    def cache(*overrides):
+        step = ("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=4")
+        return _parts(forecast(load_grpo_config("grpo_tiny.yaml", [*step, *overrides])), "generation")["KV cache"]
+
+    never = ("grpo.val_period=0", "grpo.val_at_end=false")
+    assert cache() == cache(*never, "grpo.val_at_end=true") > 20 * cache(*never)  # 100 samples; prompts of a group are shared
+
+
 def test_memory_estimate_of_a_run_is_the_sum_over_all_processes_of_the_run():
     def parts(*overrides):
         return _parts(forecast(load_grpo_config("grpo_arithmetic_smollm2.yaml", list(overrides))), "policy training")

@@ -23,8 +23,8 @@ namespace nemo_rl::kernels {
 inline constexpr std::int64_t kLinearTileM = 64;  ///< rows: whole panels of packed x in every capability
 inline constexpr std::int64_t kLinearTileN = 48;  ///< columns: a multiple of the register tile of every capability
 inline constexpr std::int64_t kSwigluTileN =
-    2 * kLinearTileN;                                ///< of linear_swiglu: gates and ups by whole cache lines
-inline constexpr std::int64_t kLinearFewRows = 8;    ///< up to here rows of w lie in the lanes instead of rows of x
+    2 * kLinearTileN;                              ///< of linear_swiglu: gates and ups by whole cache lines
+inline constexpr std::int64_t kLinearFewRows = 8;  ///< up to here rows of w lie in the lanes instead of rows of x
 inline constexpr std::int64_t kLinearCachedTerms = 80 * 1024;  ///< of x, for the second-level cache
 /// Up to so many rows of x every thread packs them for itself: it reads lines that another core has written, as it
 /// must, but none that it would have to take away from another core to write them; and nobody waits.

@@ -63,8 +63,7 @@ struct BlockCodes {
   [[gnu::always_inline]] static void for_places(const F& f) {
     [&]<int... kPlace>(std::integer_sequence<int, kPlace...>) __attribute__((always_inline)) {
       (f.template operator()<kPlace>(), ...);
-    }
-    (std::make_integer_sequence<int, kPlaces>());
+    }(std::make_integer_sequence<int, kPlaces>());
   }
 };
 

@@ -182,8 +182,7 @@ template <BlockFormat kFormat, int kRows, int kGroups>
         x.next_word();
       };
       (add.template operator()<kWord>(), ...);
-    }
-    (std::make_integer_sequence<int, kBlockWords>());
+    }(std::make_integer_sequence<int, kBlockWords>());
   }
   for (int r = 0; r < kRows; ++r)
     for (int g = 0; g < kGroups; ++g) {

@@ -74,8 +74,7 @@ template <int kRows, int kHalves>
           }
         };
         (add.template operator()<kTerm>(), ...);
-      }
-      (std::make_integer_sequence<int, kStepTerms>());
+      }(std::make_integer_sequence<int, kStepTerms>());
     }
   }
   for (int r = 0; r < kRows; ++r)

@@ -84,16 +84,14 @@ class SixteenCodes {
       const auto joined = __builtin_bit_cast(Bytes, runs);
       const Bytes in_order = shuffled<Bytes, joined_place<kFormat>(kByte)...>(joined, joined);
       __builtin_memcpy(out, &in_order, sizeof(in_order));
-    }
-    (std::make_integer_sequence<int, 16>());
+    }(std::make_integer_sequence<int, 16>());
   }
   [[gnu::always_inline]] static void store(const void* from, std::byte* tile, std::int64_t r, std::int64_t part) {
     Bytes in_order;
     __builtin_memcpy(&in_order, from, sizeof(in_order));
     [&]<int... kPlace>(std::integer_sequence<int, kPlace...>) __attribute__((always_inline)) {
       in_order = shuffled<Bytes, byte_at<kFormat>(kPlace)...>(in_order, in_order);
-    }
-    (std::make_integer_sequence<int, 16>());
+    }(std::make_integer_sequence<int, 16>());
     const auto runs = __builtin_bit_cast(Runs, in_order);
     for (int i = 0; i < kRuns; ++i) {
       const Run run = runs[i];
@@ -424,8 +422,7 @@ inline void unpack_tile(const std::byte* tile, T* out, std::int64_t ldo) {
   const CodesOfRows<kFormat> codes(tile);
   [&]<int... kPair>(std::integer_sequence<int, kPair...>) __attribute__((always_inline)) {
     (unpack_two_rows<kFormat, 2 * kPair>(tile, codes, out + 2 * kPair * ldo, ldo), ...);
-  }
-  (std::make_integer_sequence<int, kBlockTileRows / 2>());
+  }(std::make_integer_sequence<int, kBlockTileRows / 2>());
 #else
 #if defined(__AVX2__)
   if (!has_wild_scale<kFormat>(tile))

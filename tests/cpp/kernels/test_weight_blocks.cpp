@@ -118,7 +118,7 @@ std::vector<FewRows> few_rows_kernels() {
   std::vector<FewRows> all;
 #if defined(__x86_64__)
 #define NRL_FEW_ROWS(variant) \
-#variant, variant::linear_pack_for_blocks, variant::linear_forward_blocks_bf16_f32, variant::block_product_rows
+  #variant, variant::linear_pack_for_blocks, variant::linear_forward_blocks_bf16_f32, variant::block_product_rows
   if (has_software_tiles()) {  // which need the same
     all.push_back({NRL_FEW_ROWS(avx2), nullptr, true});
     all.push_back({NRL_FEW_ROWS(software_tiles)});

@@ -69,7 +69,8 @@ def test_memory_estimate_counts_validation_samples_only_if_a_validation_runs():
         return _parts(forecast(load_grpo_config("grpo_tiny.yaml", [*step, *overrides])), "generation")["KV cache"]
 
     never = ("grpo.val_period=0", "grpo.val_at_end=false")
-    assert cache() == cache(*never, "grpo.val_at_end=true") > 20 * cache(*never)  # 100 samples; prompts of a group are shared
+    # 100 samples, and two groups that share their prompts
+    assert cache() == cache(*never, "grpo.val_at_end=true") > 20 * cache(*never)
 
 
 def test_memory_estimate_of_a_run_is_the_sum_over_all_processes_of_the_run():

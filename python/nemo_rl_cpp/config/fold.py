@@ -1,9 +1,6 @@
-"""Folding: running a configuration on fewer devices, or with another engine, than it was written for. The run prints a
-line that says so.
-
-The number of devices and the sharding of a model do not change the result, because gradients are sums over the tokens
-of a batch. The engine is an implementation detail. Settings that change results, such as quantisation, are never
-folded: they are errors. `EXACTNESS` lists how closely generation and training agree (docs/transformers.md,
+"""Folding: running a configuration on fewer devices, or with another engine, than it was written for, with a line that
+says so. Neither changes the result, because gradients are sums over the tokens of a batch. Settings that change results,
+such as quantisation, are errors. `EXACTNESS` lists how closely generation and training agree (docs/transformers.md,
 docs/vllm.md)."""
 
 from __future__ import annotations

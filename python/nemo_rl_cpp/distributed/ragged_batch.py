@@ -21,13 +21,12 @@ class RaggedBatch(MutableMapping[str, Any]):
 
     As a mapping it has NeMo RL's padded layout, which losses, estimators and adapters use: per-token `batch[name]` is
     [B, S], padded on the right with zeros (`input_ids` with the pad token), and `input_lengths` is int32 [B]. A padded
-    tensor is a copy: writing into it does not change the batch, while `batch[name] = tensor` does.
+    tensor is a copy: to change the batch, set `batch[name] = tensor`.
 
     Args:
         offsets: int64 [B + 1], from 0 to T.
         tokens: name -> [T, ...]; includes `input_ids`.
         samples: name -> [B, ...], a list with one item per sample, or a value for the whole batch.
-        pad_token_id: fills `batch["input_ids"]` after the end of a sample.
         width: S, the width of padded tensors, at least the length of the longest sample."""
 
     def __init__(

@@ -27,12 +27,11 @@ def pass_at_k(num_tests: int, num_correct: int, k: int) -> float:
 
 
 def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> float:
-    """Return cons@k: the share of all k-subsets of the responses whose majority answer has reward 1.
+    """Return cons@k: the share of all k-subsets of the responses whose majority answer (in a tie the one that comes
+    first in the subset; None is an answer) has, at its first response in the subset, reward 1.
 
-    In a tie, the answer that comes first in the subset wins. An answer's reward is that of its first response in the
-    subset; "no answer" (None) is an answer. The subsets are not enumerated. Instead, count the subsets that an answer
-    wins with v votes, the first from response i. In such a subset every other answer has fewer than v votes, or v votes
-    that all come after i."""
+    The subsets are not enumerated. Instead, count those that an answer wins with v votes, the first from response i:
+    every other answer has fewer than v votes, or v votes that all come after i."""
     places: dict[Hashable, list[int]] = {}
     for i, answer in enumerate(answers):
         places.setdefault(answer, []).append(i)

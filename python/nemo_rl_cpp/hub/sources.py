@@ -1,6 +1,4 @@
-"""Find models: a folder, a GGUF file, a model inside a Python package, or a model on the Hugging Face Hub.
-
-The result is always a Hugging Face folder on this machine."""
+"""Find models in a folder, a GGUF file, a Python package, or on the Hugging Face Hub, as a Hugging Face folder."""
 
 import contextlib
 import difflib

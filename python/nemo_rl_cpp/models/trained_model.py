@@ -52,9 +52,8 @@ class TrainedModel:
         weights_path: Hugging Face folder to load instead of `config.model_name` (resume).
         optimizer_path: folder written by `save_checkpoint`: optimizer state, master weights and schedule.
         total_steps: length of the run, for schedules that decay until its end.
-        ranks: the processes that train the model together. Each holds all weights or a tensor-parallel slice, a shard
-            of master weights and moments, and its samples of a batch. All ranks make the same calls with the same
-            batch. By default this process is the only one."""
+        ranks: all hold the weights or a tensor-parallel slice, a shard of master weights and moments, and some samples
+            of a batch, and make the same calls with the same batch. By default this process is the only one."""
 
     section: str
     """Name of the configuration section, "policy" or "value", for error messages."""

@@ -47,12 +47,10 @@ class GenerationRequest(NamedTuple):
 
 
 class BaseEngine(GenerationInterface):
-    """The base class of generation engines. Subclasses implement `_respond`. By default an engine holds no memory
-    between two `generate` calls.
-
-    The response of a row depends only on its prompt, its sampling settings and the seed of its sampling, which is made
-    of `seed` and the row's stream, draw id and sample index (see `GenerationDatumSpec`). The token or string that ends
-    a response stays part of it, so that training sees exactly the sampled tokens.
+    """The base class of generation engines; subclasses implement `_respond`. By default an engine holds no memory
+    between two `generate` calls. A row's response depends only on its prompt, its sampling settings and the seed of its
+    sampling: `seed`, stream, draw id and sample index (see `GenerationDatumSpec`). It includes the token or string that
+    ends it, so that training sees exactly the sampled tokens.
 
     Args:
         config: section `policy.generation`, as a configuration object or a mapping.

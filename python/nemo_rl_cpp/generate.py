@@ -91,9 +91,7 @@ class TextGenerator:
             self._model.put(name, tensor.dtype, tensor.data)
 
         if opened.path is None:
-            raise ValueError(
-                f"{self._folder} holds an adapter of random weights, which generate does not load: serve it"
-            )
+            raise ValueError(f"{self._folder} holds an adapter of random weights, which generate cannot load: serve it")
         fill_parameters(opened.path, dict(self._model.shapes), raw_tensors(weight_files(opened.path)), put)
         if opened.adapter is not None:
             saved = opened.adapter

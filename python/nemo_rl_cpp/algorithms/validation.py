@@ -120,7 +120,7 @@ class Validator:
     def _metrics(self, rewards: list[float], rollout_metrics: Metrics) -> Metrics:
         if not rewards:
             raise ValueError(
-                f"the validation data set gave no prompts: check data.validation and {self.loop.section_name}.max_val_samples"
+                f"validation has no prompts: check data.validation and {self.loop.section_name}.max_val_samples"
             )
         each = self.loop.val_num_generations_per_prompt
         per_prompt = [rewards[i : i + each] for i in range(0, len(rewards), each)]
@@ -156,7 +156,7 @@ def reached_target(metrics: Metrics | None, loop: LoopConfig) -> bool:
         return False
     if name not in metrics:
         raise ValueError(
-            f"{loop.section_name}.stop_at_validation_metric={name!r} is none of {', '.join(sorted(metrics))}"
+            f"{loop.section_name}.stop_at_validation_metric={name!r}: there are {', '.join(sorted(metrics))}"
         )
     return metrics[name] >= threshold
 

@@ -184,9 +184,7 @@ def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | li
         check_characters(value, where)
         return value
     if not isinstance(value, (list, tuple)) or not all(isinstance(message, Mapping) for message in value):
-        raise ValueError(
-            f"{where}: the prompt is {described(value)}, not a text or a list of messages with role and content"
-        )
+        raise ValueError(f"{where}: the prompt is {described(value)}, not a text or messages with role and content")
     if not value:
         raise ValueError(f"{where} is an empty conversation: it needs a message of the user")
     try:

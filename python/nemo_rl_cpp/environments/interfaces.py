@@ -65,7 +65,7 @@ def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
             ) from None
         if number != size:
             raise ValueError(
-                f"the environment of task {task} returned {number} {name} for {size} conversations: expected one entry each"
+                f"the environment of task {task} returned {number} {name} for {size} conversations: give one each"
             )
     return checked
 

@@ -42,7 +42,7 @@ def environment_class(name: str) -> type[EnvironmentInterface]:
     if not callable(getattr(found, "remote", None)):
         kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
         raise LoadingError(
-            f"environment {name!r} is {kind}, without the interface of environments: derive the class from {INTERFACE}"
+            f"environment {name!r} is {kind}, without the environments' interface: derive it from {INTERFACE}"
         )
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise LoadingError(f"environment {name!r} lacks {' and '.join(missing)}, which {INTERFACE} asks for")

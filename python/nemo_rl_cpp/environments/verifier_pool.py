@@ -108,9 +108,7 @@ class VerifierPool:
     def __init__(self, verifier: type, cfg: VerifierPoolConfig, warm_up: Mapping[str, object] | None = None) -> None:
         """Start `cfg.num_workers` processes, at most one per core (or two), each of which calls `verifier.warm_up`."""
         if verifier.__module__ == "__main__" or "<locals>" in verifier.__qualname__:
-            raise ValueError(
-                f"the verifier {verifier.__qualname__} must be importable by workers: put it into a module"
-            )
+            raise ValueError(f"the verifier {verifier.__qualname__} must be importable in workers: put it in a module")
         self._target = f"{verifier.__module__}:{verifier.__qualname__}"
         self._shortcut = getattr(verifier, "shortcut", None)
         self.cfg = cfg

@@ -195,9 +195,7 @@ def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Plain]:
     smooth = (1 / factors[between] - 1 / factor) / (1 - 1 / factor)
     originals = wavelengths[between] * (3 * smooth + 1)
     if originals.max() - originals.min() > 1e-3 * originals.max():
-        raise UnsupportedGgufError(
-            "the GGUF file's rope_freqs are not those of Llama 3's scaling, the only one that is read"
-        )
+        raise UnsupportedGgufError("the GGUF file's rope_freqs are not Llama 3's scaling, the only one that is read")
     return {
         "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": round(float(originals.mean())),

@@ -263,7 +263,7 @@ class Conversations:
             return
         if metadata["mask_sample"] not in (True, False):
             raise ValueError(
-                f"the environment returned mask_sample {metadata['mask_sample']!r} in its metadata; it must be True or False"
+                f"an environment's metadata has mask_sample {metadata['mask_sample']!r}: give True or False"
             )
         self.masked[row] = bool(metadata["mask_sample"])
 

@@ -288,9 +288,7 @@ def _tensor(given: object, what: str, length: int) -> Tensor:
         raise ValueError(f"{what} is no tensor: {error}") from None
     shape = tuple(tensor.shape)
     if len(shape) not in (1, 2) or shape[0] != length or not 1 <= shape[-1] <= max(length, _WIDEST):
-        raise ValueError(
-            f"{what} has the shape {shape}, expected [N] or [N, K], N = {length} input tokens, K up to {_WIDEST}"
-        )
+        raise ValueError(f"{what} has the shape {shape}, not [N] or [N, K], N = {length} tokens, K up to {_WIDEST}")
     return tensor.to_dense()
 
 

@@ -35,9 +35,7 @@ class Place:
         """Parse a tinker:// path. Raise ValueError if it is invalid."""
         parts = path.removeprefix("tinker://").split("/")
         if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS:
-            raise ValueError(
-                f"{path!r} is no checkpoint: expected tinker://RUN/weights/NAME or .../sampler_weights/NAME"
-            )
+            raise ValueError(f"{path!r} is no checkpoint: give tinker://RUN/weights/NAME or .../sampler_weights/NAME")
         for name in (parts[0], parts[2]):
             if not _NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is no name of a checkpoint: expected letters, digits, and . _ - inside")

@@ -153,7 +153,7 @@ class CollectiveWeights(SentWeights):
         for number, engine in enumerate(theirs):
             if engine.digest != digest:
                 raise RuntimeError(
-                    f"the weights of engine worker {number} are not the policy's: digest {engine.digest} against {digest}"
+                    f"engine worker {number}'s weights are not the policy's: {engine.digest} against {digest}"
                 )
         self._generation.weight_version, self._digest = version, digest
         self._generation.invalidate_kv_cache()

@@ -248,5 +248,5 @@ def test_sample_flagged_with_mask_sample_by_its_environment_is_not_trained():
     batch = build_train_batch(rolled, pad_token_id=0)
     assert batch.sample_mask.tolist() == [0, 1, 1, 0]
     assert masked([[True, False]])["mask_sample"].tolist() == [False]  # the last word counts
-    with pytest.raises(ValueError, match="mask_sample 'no' in its metadata; it must be True or False"):
+    with pytest.raises(ValueError, match="metadata has mask_sample 'no': give True or False"):
         masked([["no"]])

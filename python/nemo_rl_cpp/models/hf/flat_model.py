@@ -239,9 +239,7 @@ def _rows_of(whole: FlatLayout, rank: int, size: int) -> FlatLayout:
     parts = []
     for spec in whole.specs:
         if not spec.shape:
-            raise ValueError(
-                f"{spec.name} is a single number, which FSDP2 cannot shard: train this model in one process"
-            )
+            raise ValueError(f"{spec.name} is a single number, which FSDP2 cannot shard: train in one process")
         rows = -(-spec.shape[0] // size)
         begin, end = (min(place * rows, spec.shape[0]) for place in (rank, rank + 1))
         parts.append((spec.name, [end - begin, *spec.shape[1:]], begin))

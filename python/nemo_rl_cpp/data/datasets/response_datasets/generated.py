@@ -142,9 +142,7 @@ class ReasoningGymDataset(GeneratedDataset):
         known = reasoning_gym.factory.DATASETS
         if task not in known:
             near = difflib.get_close_matches(task, known, n=3)
-            raise ValueError(
-                f"data: reasoning_gym has no task {task!r}" + (f"; near are {', '.join(near)}" if near else "")
-            )
+            raise ValueError(f"reasoning_gym has no task {task!r}" + (f"; near are {', '.join(near)}" if near else ""))
         if num_samples is None:
             raise ValueError("data: num_samples must be a number for reasoning_gym, whose tasks have no end")
         self.task_name = f"reasoning_gym-{task}"

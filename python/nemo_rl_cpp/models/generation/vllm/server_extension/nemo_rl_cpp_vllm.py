@@ -68,9 +68,7 @@ def open_memory(path: str, size: int, manifest: list):
         ) from error
     try:
         if os.fstat(descriptor).st_size != size:
-            raise RuntimeError(
-                f"the trainer's memory {path} is another file here: trainer and vLLM must run on one machine"
-            )
+            raise RuntimeError(f"the trainer's memory {path} is another file here: vLLM must run on its machine")
         return SharedWeights(descriptor, manifest, size)
     finally:
         os.close(descriptor)

@@ -21,8 +21,18 @@ MARKS = (MARK, "</tool_call>", THINK, END_OF_THINKING)
 """The tags that separate the parts of a response; in some tokenizers they are special tokens."""
 _PART = re.compile(rf"{THINK}|{MARK}\s*")
 _END = re.compile(r"\s*</tool_call>")
-_FUNCTION, _END_OF_FUNCTION = re.compile(r"<function=([^>\n]+)>\s*"), re.compile(r"</function>\s*</tool_call>")
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_TAGGED = (  # how a call with tags instead of JSON begins, each of its arguments, and its end
+    (  # Qwen3.5 and Nemotron 3
+        re.compile(r"<function=([^>\n]+)>\s*"),
+        re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL),
+        re.compile(r"</function>\s*</tool_call>"),
+    ),
+    (  # GLM-4.5 and later
+        re.compile(r"([\w.-]+)\s*(?=<arg_key>|</tool_call>)"),
+        re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL),
+        re.compile(r"</tool_call>"),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -46,8 +56,8 @@ def find_calls(text: str, request_id: str, thinks: bool = False, tools: Tools | 
     """Extract the tool calls from the text of a response, except those in the reasoning block. If `thinks`, the text
     begins inside this block. `tools`, the request's, give the types of arguments that are written without JSON.
 
-    A call is a JSON object with a name, or `<function=NAME>` with `<parameter=NAME>` inside, as Qwen3.5 and Nemotron 3
-    write it. Anything else stays in the text."""
+    A call is a JSON object with a name, or a name and arguments in tags, as Qwen3.5, Nemotron 3 and GLM write it.
+    Anything else stays in the text."""
     calls: list[Call] = []
     kept, copied = [], 0
     at = _end_of_thinking(text, 0) if thinks else 0
@@ -86,20 +96,21 @@ def _call(text: str, begin: int) -> tuple[str, str, int] | None:
 
 
 def _tagged_call(text: str, begin: int, tools: Tools) -> tuple[str, str, int] | None:
-    """Parse the tool call whose `<function=NAME>` starts at `begin`. Return what `_call` returns."""
-    function = _FUNCTION.match(text, begin)
-    if function is None:
-        return None
-    schemas = [tool.get("function") or {} for tool in tools]
-    own = next((schema for schema in schemas if schema.get("name") == function[1]), {})
-    properties = (own.get("parameters") or {}).get("properties") or {}
-    arguments, at = {}, function.end()
-    while (parameter := _PARAMETER.match(text, at)) is not None:
-        name, value = parameter.groups()
-        arguments[name] = _typed(value, properties.get(name) or {})
-        at = parameter.end()
-    end = _END_OF_FUNCTION.match(text, at)
-    return None if end is None else (function[1], json.dumps(arguments), end.end())
+    """Parse the tool call with tags that starts at `begin`. Return what `_call` returns."""
+    for opening, argument, closing in _TAGGED:
+        if (function := opening.match(text, begin)) is None:
+            continue
+        schemas = [tool.get("function") or {} for tool in tools]
+        own = next((schema for schema in schemas if schema.get("name") == function[1]), {})
+        properties = (own.get("parameters") or {}).get("properties") or {}
+        arguments, at = {}, function.end()
+        while (found := argument.match(text, at)) is not None:
+            name, value = found.groups()
+            arguments[name] = _typed(value, properties.get(name) or {})
+            at = found.end()
+        end = closing.match(text, at)
+        return None if end is None else (function[1], json.dumps(arguments), end.end())
+    return None
 
 
 def _typed(value: str, schema: Mapping[str, object]) -> object:

@@ -113,22 +113,28 @@ True
 </tool_call>"""
 
 
-def test_server_parses_tool_calls_that_are_written_with_tags():
+OF_GLM = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>7</arg_value>\n<arg_key>text</arg_key><arg_value>7\n <b></arg_value>\n<arg_key>exact</arg_key><arg_value>true</arg_value></tool_call>"
+
+
+@pytest.mark.parametrize("tagged, end", [(TAGGED, "</function>"), (OF_GLM, "</tool_call>")])
+def test_server_parses_tool_calls_that_are_written_with_tags(tagged, end):
     types = {
         "a": {"type": "integer"},
         "text": {"type": "string"},
         "exact": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
     }
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": types}}}
-    found = find_calls(f"Two: {TAGGED}\n{TAGGED}", "1", tools=[tool])
+    found = find_calls(f"Two: {tagged}\n{tagged}", "1", tools=[tool])
     assert found.text == "Two:" and [call.id for call in found.calls] == ["call_1_0", "call_1_1"]
     assert [call.name for call in found.calls] == ["add", "add"]
     assert json.loads(found.calls[0].arguments) == {"a": 7, "text": "7\n <b>", "exact": True}
-    (without_types,) = find_calls(TAGGED, "1").calls
+    (without_types,) = find_calls(tagged, "1").calls
     assert json.loads(without_types.arguments)["a"] == "7"
-    cut = TAGGED.replace("</function>", "")
+    cut = tagged.replace(end, "")
     assert find_calls(cut, "1") == ParsedToolCalls(cut)
-    assert find_calls("<tool_call><function=now></function></tool_call>", "1").calls[0].arguments == "{}"
+    for without_arguments in ("<function=now></function>", "now\n"):
+        (call,) = find_calls(f"<tool_call>{without_arguments}</tool_call>", "1").calls
+        assert (call.name, call.arguments) == ("now", "{}")
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "</tool_call><think>"}}\n</tool_call>'

@@ -96,7 +96,7 @@ class ModelFolder:
                     "take a number that divides it, or 1"
                 )
         if native["vocab_size"] < count:
-            raise ModelFolderError(f"{key} is {count}, and the vocabulary {native['vocab_size']} tokens; set it to 1")
+            raise ModelFolderError(f"{key} is {count}, but the vocabulary has {native['vocab_size']} entries: take 1")
         unsliced = {
             "the model is a mixture of experts": "experts" in native,
             "the model has recurrent layers": "recurrent" in native,

@@ -159,7 +159,7 @@ def test_disabled_sliding_window_stays_disabled_after_saving(bases, tmp_path):
 
 @pytest.mark.parametrize("overrides, sentence", [
     ({"rope_scaling": {"factor": 4.0}}, "rope_scaling gives factor without rope_type.*add rope_type"),
-    ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters is of type yarn but has no factor"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters is yarn but has no factor"),
     ({"rope_theta": 0}, "rope_theta is 0"),
     ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
 ])  # fmt: skip

@@ -75,9 +75,12 @@ class RewardFunctions(NamedTuple):
         functions = [_function(item) for item in ([given] if single else given)]
         names = _distinct_names(functions) if names is None else _checked_names(names, len(functions))
         weights = [1.0] * len(functions) if weights is None else _numbers(weights)
-        if not functions or len(weights) != len(functions):
-            text = f"{len(functions)} reward functions and {len(weights)} weights were given: give one a function"
-            raise ValueError(text)
+        if not functions:
+            raise ValueError("no reward function was given: give a list of dotted names, as [my_rewards.right]")
+        if len(weights) != len(functions):
+            raise ValueError(
+                f"{len(functions)} reward functions and {len(weights)} weights: give each function a weight"
+            )
         return cls(functions, dict(zip(names, weights)), as_parts)
 
 

@@ -123,7 +123,7 @@ def test_completions_without_a_reward_from_any_function_give_one_warning(capsys)
     (3, None, "reward_funcs is 3; it must be a function, the dotted name of one, or a list"),
     (b"a.b", None, "reward_funcs is b'a.b'"),
     ({scaled}, None, "reward_funcs is {<function"),
-    ([], None, "0 reward functions and 0 weights"),
+    ([], None, "no reward function was given"),
     ([scaled, 3], None, "reward function 3 is of type int, which cannot be called: give a function"),
     (scaled, "1", "must be a list of numbers"),
     (scaled, ["1"], "a weight of a reward function = '1': expected a number"),

@@ -141,7 +141,7 @@ CASES = {
     "import that leaves": (lambda: rewards("leaves_at_once.right"), 2, ["leaves_at_once.py:2", "sys.exit"]),
     "import that fails": (lambda: rewards("fails_at_once.right"), 2, ["fails_at_once.py:1", "ZeroDivisionError"]),
     "no function": (lambda: rewards("my_rewards.LIMIT"), 2, ["my_rewards.LIMIT", "cannot be called"]),
-    "weights": (lambda: rewards("my_rewards.right", weights="[1, 2]"), 2, ["1 names", "[1, 2]"]),
+    "weights": (lambda: rewards("my_rewards.right", weights="[1, 2]"), 2, ["1 reward functions and 2 weights"]),
     "key of the section": (lambda: rewards("my_rewards.right", wieghts="[1]"), 2, ["functions", "weights", "wieghts"]),
     "no functions": (lambda: rewards(), 2, ["list of dotted names"]),
     "column by name": (lambda: rewards("my_rewards.named_column"), 1, ["named_column", "asks for answer", "completions, ground_truth, prompts"]),

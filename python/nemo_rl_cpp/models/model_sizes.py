@@ -121,7 +121,9 @@ class ModelSizes:
     @cached_property
     def matrices(self) -> list[dict[str, list[list[int]]]]:
         """{name in MATRICES or of another parameter: shapes of the tensors} of each layer."""
-        return list(map(_matrices, layer_shapes(self.native)))
+        made: dict[tuple[str, ...], dict[str, list[list[int]]]] = {}  # a name has one shape in all layers
+        layers = [(tuple(shapes), shapes) for shapes in layer_shapes(self.native)]
+        return [made.get(names) or made.setdefault(names, _matrices(shapes)) for names, shapes in layers]
 
     @property
     def layer_parameters(self) -> int:

@@ -91,7 +91,7 @@ def _base(critic: bool) -> GRPOMasterConfig | PPOMasterConfig:
 
 def _config(model: KnownModel, task: Task, responses: int, tokens: int) -> TrainMasterConfig:
     """Return a task's shipped configuration with the model's sizes and batches of `responses` sequences."""
-    config = _base(task.critic).model_copy(deep=True)
+    config = _base(task.critic)  # every call sets all of these keys, so no copy is needed
     loop = config.ppo if task.critic else config.grpo
     loop.__dict__ |= {"num_prompts_per_step": responses, "num_generations_per_prompt": 1}
     for part in (config.policy, config.value) if task.critic else (config.policy,):

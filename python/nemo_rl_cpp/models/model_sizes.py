@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -119,16 +119,16 @@ class ModelSizes:
         return self.of({**self.native, **cut})
 
     @cached_property
-    def matrices(self) -> list[dict[str, list[list[int]]]]:
-        """{name in MATRICES or of another parameter: shapes of the tensors} of each layer."""
-        made: dict[tuple[str, ...], dict[str, list[list[int]]]] = {}  # a name has one shape in all layers
+    def matrices(self) -> list[dict[str, Tensors]]:
+        """For each layer a dictionary: name in MATRICES, or of a vector -> its tensors."""
+        made: dict[tuple[str, ...], dict[str, Tensors]] = {}  # a name has one shape in all layers
         layers = [(tuple(shapes), shapes) for shapes in layer_shapes(self.native)]
         return [made.get(names) or made.setdefault(names, _matrices(shapes)) for names, shapes in layers]
 
     @property
     def layer_parameters(self) -> int:
         """The number of weights of the largest layer."""
-        return max(sum(map(_weights, layer.values())) for layer in self.matrices)
+        return max(map(_weights, self.matrices))
 
     @property
     def mlp_matrices(self) -> int:
@@ -156,18 +156,17 @@ class ModelSizes:
 
     @cached_property
     def parameters(self) -> int:
-        layers = sum(_weights(shapes) for layer in self.matrices for shapes in layer.values())
-        return layers + self.embedding_parameters + self.hidden_size
+        return sum(map(_weights, self.matrices)) + self.embedding_parameters + self.hidden_size
 
     @property
     def quantised_parameters(self) -> int:
         """The number of weights in the matrices that `policy.quantization` stores in blocks."""
-        return sum(_weights(layer[name]) for layer in self.matrices for name in layer.keys() & _QUANTISED)
+        return sum(layer[name].weights for layer in self.matrices for name in layer.keys() & _QUANTISED)
 
     @property
     def value_parameters(self) -> int:
         """The number of weights in the matrices that a model in 4 bits stores in q8_0: `v_proj`."""
-        return sum(_weights(layer.get("v_proj", ())) for layer in self.matrices)
+        return sum(layer["v_proj"].weights for layer in self.matrices if "v_proj" in layer)
 
     @property
     def attention_layers(self) -> int:
@@ -180,17 +179,26 @@ class ModelSizes:
         return self.parameters - head + self.hidden_size
 
 
-def _matrices(shapes: Shapes) -> dict[str, list[list[int]]]:
-    """Return the shapes of a layer's parameters by the name of the matrix, for all experts together, or of the vector."""
-    found: dict[str, list[list[int]]] = {}
+class Tensors(NamedTuple):
+    """The shape of one tensor, and the number of weights in all tensors of the same name (one for each expert)."""
+
+    shape: list[int]
+    weights: int
+
+
+def _matrices(shapes: Shapes) -> dict[str, Tensors]:
+    """Return a layer's parameters by the name of the matrix, for all experts together, or of the vector."""
+    found: dict[str, Tensors] = {}
     for name, shape in shapes.items():
         matrix = "experts" if ".experts." in name else name.split(".")[-2]
-        found.setdefault(matrix if len(shape) == 2 else name, []).append(shape)
+        key = matrix if len(shape) == 2 else name
+        first, weights = found.get(key, (shape, 0))
+        found[key] = Tensors(first, weights + prod(shape))
     return found
 
 
-def _weights(shapes: Iterable[list[int]]) -> int:
-    return sum(map(prod, shapes))
+def _weights(layer: Mapping[str, Tensors]) -> int:
+    return sum(tensors.weights for tensors in layer.values())
 
 
 _SIDE_BY_SIDE = (
@@ -214,15 +222,15 @@ def adapter_sizes(lora: Adapters, sizes: ModelSizes) -> AdapterSizes:
     modules, trained, kept = set(adapted_modules(lora, layers)), 0, 0
     for layer, matrices in enumerate(sizes.matrices):
         for name, parts in FUSED.items():
-            rows = [matrices[part][0][0] for part in parts if part in matrices]
-            matrices = {name: [[sum(rows), sizes.hidden_size]], **matrices}
+            rows = sum(matrices[part].shape[0] for part in parts if part in matrices)
+            matrices = {name: Tensors([rows, sizes.hidden_size], rows * sizes.hidden_size), **matrices}
         adapted = {name for name in layers.matrices(layer) if layers.module(layer, name) in modules}
-        trained += lora.dim * sum(sum(matrices[name][0]) for name in adapted - {"experts"})
+        trained += lora.dim * sum(sum(matrices[name].shape) for name in adapted - {"experts"})
         if "experts" in adapted:  # gate and up share A
             inner = sizes.mlp_matrices * sizes.intermediate_size
             trained += lora.dim * sizes.experts * (inner + 2 * (sizes.latent_size or sizes.hidden_size))
         together = {name for group in _SIDE_BY_SIDE if adapted.intersection(group) for name in group}
-        kept += sum(_weights(matrices.get(name, ())) for name in together)
+        kept += sum(matrices[name].weights for name in together if name in matrices)
     return AdapterSizes(trained, kept)
 
 

@@ -90,14 +90,9 @@ def test_surplus_groups_of_dynamic_sampling_are_used_in_the_next_step_and_counte
     batch = sampler.take(1)
     assert batch["name"] == ["2.0", "2.1", "11.0", "11.1"] and batch["weight_version"].tolist() == [0, 0, 1, 1]
     assert sampler.metrics["stale_samples"] == 2 and sampler.metrics["dynamic_sampling_num_gen_batches"] == 1
-
-
-def test_dynamic_sampling_skips_generation_if_cached_groups_fill_the_batch():
-    sampler = GroupSampler(num_groups=1, enabled=True, keep_surplus=True)
-    sampler.add(rollouts(MIXED, MIXED))
-    sampler.take(0)
-    assert sampler.full
-    assert sampler.take(0)["name"] == ["1.0", "1.1"]
+    sampler.add(rollouts(MIXED, MIXED, MIXED, MIXED, start=20))
+    sampler.take(2)
+    assert sampler.full and sampler.take(3)["name"] == ["22.0", "22.1", "23.0", "23.1"]  # without generation
     assert sampler.metrics["dynamic_sampling_num_gen_batches"] == 0 and sampler.metrics["reward"] == 0.5
 
 

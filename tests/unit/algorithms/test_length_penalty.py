@@ -63,16 +63,12 @@ def test_group_length_penalty_applies_only_if_the_mean_correct_length_exceeds_th
     assert changes(group_total_length_penalty_coeff=0.3, **gate) == [1, 0, 1, 1]  # no band: closed
 
 
-@pytest.mark.parametrize("text, expected", [
-    ("<think>a b</think>c", ("a b", "c")), ("a b</think>c", ("a b", "c")), ("<think>cut off", ("cut off", "")), ("plain", ("", "plain")),
+@pytest.mark.parametrize("text, opens_thinking, expected", [
+    ("<think>a b</think>c", False, ("a b", "c")), ("a b</think>c", False, ("a b", "c")), ("<think>cut off", False, ("cut off", "")),
+    ("plain", False, ("", "plain")), ("cut off", True, ("cut off", "")), ("a b</think>c", True, ("a b", "c")),
 ])  # fmt: skip
-def test_length_penalty_measures_reasoning_and_answer_lengths_separately(text, expected):
-    assert reasoning_and_answer(text, False) == expected
-
-
-def test_text_without_closing_tag_is_reasoning_if_the_prompt_opens_thinking():
-    assert reasoning_and_answer("cut off", True) == ("cut off", "")
-    assert reasoning_and_answer("a b</think>c", True) == ("a b", "c")
+def test_response_is_split_into_reasoning_and_answer_at_the_closing_thinking_tag(text, opens_thinking, expected):
+    assert reasoning_and_answer(text, opens_thinking) == expected
 
 
 def rollouts(texts, rewards, groups, tasks=None, **columns):

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn, LossInputType, LossType, MseValueLossFn
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
 from nemo_rl_cpp.config import ConfigError
 from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 
@@ -46,23 +46,6 @@ def batch(rows=3, length=8, vocab=11, seed=0):
 def test_loss_constructor_raises_config_error_for_contradictory_settings(settings):
     with pytest.raises(ConfigError, match="loss_fn."):
         ClippedPGLossFn(ClippedPGLossConfig(**settings))
-
-
-def test_invalid_loss_setting_is_an_error_that_names_its_key():
-    data, _, _, counts = batch()
-    with pytest.raises(ValueError, match="reference_policy_kl_type"):
-        ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_type="k4"))(torch.zeros(3, 7), data, *counts)
-    words = "truncated_importance_sampling_type must be one of tis, .*geo-icepop, not 'other'"
-    with pytest.raises(ValueError, match=words):
-        ClippedPGLossFn(TIS | dict(truncated_importance_sampling_type="other"))
-
-
-def test_loss_settings_determine_the_input_type_and_loss_type_of_a_loss_object():
-    fn = ClippedPGLossFn(ClippedPGLossConfig(**TIS))
-    assert fn.input_type is LossInputType.LOGPROB and fn.loss_type is LossType.TOKEN_LEVEL
-    gspo = ClippedPGLossFn(ClippedPGLossConfig(token_level_loss=False, sequence_level_importance_ratios=True))
-    assert gspo.loss_type is LossType.SEQUENCE_LEVEL
-    assert MseValueLossFn.input_type is LossInputType.LOGIT
 
 
 def test_gradient_of_a_scaled_native_loss_is_the_scaled_gradient():

@@ -81,12 +81,3 @@ def test_dynamic_sampling_keeps_masked_samples_of_selected_groups():
     )  # fmt: skip
     sampler.add(rollouts([0.0, 1.0, 0.0, 1.0], [True, False, False, False]))
     assert sampler.take(0).size == 4
-
-
-def test_batches_without_a_mask_sample_field_count_as_unmasked_when_concatenated():
-    sampler = GroupSampler.from_config(
-        GRPOConfig(num_prompts_per_step=3, num_generations_per_prompt=4, use_dynamic_sampling=True)
-    )
-    for masks in (None, [True, False, False, False], None):
-        sampler.add(rollouts([0.0, 1.0, 0.0, 1.0], [False] * 4, masks))
-    assert sampler.take(0)["mask_sample"].tolist() == [False] * 4 + [True] + [False] * 7

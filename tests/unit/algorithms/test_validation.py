@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
+from nemo_rl_cpp.algorithms.collector import SyncCollector
+from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import Validator, reached_target
 from nemo_rl_cpp.api.model import TextWriter
 from nemo_rl_cpp.config.generation import GenerationConfig
+from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.generation import interfaces
 
 TOKENIZER = ByteTokenizer()
@@ -149,7 +152,16 @@ def asked(engine):
     return writer.generate("1", True)
 
 
-@pytest.mark.parametrize("use", [lambda engine: validator(engine).run(step=0), asked], ids=["validation", "writer"])
+def collected(engine):
+    collector = SyncCollector(engine, None, None, None, None, TrainState())
+    collector.refresh = lambda timer: engine.prepare_for_generation() or {}
+    collector.make = lambda version, timer: engine.answer("1", None)
+    return collector.collect(Timer())
+
+
+@pytest.mark.parametrize(
+    "use", [lambda engine: validator(engine).run(step=0), asked, collected], ids=["validation", "writer", "collector"]
+)
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_failing_run_closes_the_generation_engine_and_raises_the_first_error(use, error):
     engine = Watched(error("the first"), RuntimeError("the second"))

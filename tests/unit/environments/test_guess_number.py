@@ -1,12 +1,10 @@
 """The guessing game: turn by turn, and as a rollout of several turns."""
 
 import pytest
-import torch
 from fakes import ByteTokenizer, FakeGeneration, prompts
 from nemo_rl_cpp.data.datasets import load_response_dataset
 from nemo_rl_cpp.environments.guess_number import GuessNumberEnv
 from nemo_rl_cpp.environments.loading import create_env
-from nemo_rl_cpp.rollouts.batches import build_train_batch
 from nemo_rl_cpp.rollouts.rollouts import run_multi_turn_rollout
 
 
@@ -70,16 +68,6 @@ def test_guess_number_game_ends_at_max_guesses_or_max_rollout_turns():
     assert result["total_reward"].tolist() == [0, 1, 0, 1, 0, 1, 0]
     _, result, metrics = play(max_rollout_turns=1)
     assert result["total_reward"].sum() == 1 and metrics["max_turns_reached_rate"] == pytest.approx(6 / 7)
-
-
-def test_messages_of_the_guess_number_environment_are_excluded_from_training():
-    _, result, _ = play()
-    batch = build_train_batch(result, pad_token_id=256)
-    for row, log in enumerate(result["message_log"]):
-        expected = [int(m["role"] == "assistant") for m in log for _ in m["token_ids"]]
-        assert batch["token_mask"][row, : len(expected)].tolist() == expected
-        assert batch["token_mask"][row, len(expected) :].sum() == 0
-    assert torch.all(batch["generation_logprobs"][batch["token_mask"] == 0] == 0)
 
 
 def test_guess_number_data_set_contains_every_secret_number():

@@ -72,13 +72,8 @@ def test_evaluation_of_a_run_folder_skips_a_checkpoint_with_incomplete_weights(t
 
 
 def test_evaluation_score_can_be_recomputed_from_the_saved_samples(checkpoints, tmp_path, capsys):
-    sampled = (
-        "generation.temperature=1.0",
-        "eval.num_tests_per_prompt=4",
-        "eval.k_value=2",
-        f"eval.save_path={tmp_path / 'out'}",
-    )
-    result = evaluate(checkpoints, *sampled)
+    sampled = ("generation.temperature=1.0", "eval.num_tests_per_prompt=4", "eval.k_value=2")
+    result = evaluate(checkpoints, *sampled, f"eval.save_path={tmp_path / 'out'}")
     samples = json.loads((tmp_path / "out" / "evaluation_data.json").read_text())["evaluation_data"]
     assert len(samples) == 80 and [s["sample_index"] for s in samples] == list(range(80))
     right = [sum(s["reward"] == 1 for s in samples[i : i + 4]) for i in range(0, 80, 4)]
@@ -101,13 +96,8 @@ def test_evaluation_responses_depend_on_the_seed_but_not_on_the_batch_size(check
     texts = []
     for size, seed in ((-1, 42), (7, 42), (-1, 43)):
         folder = tmp_path / f"{size}-{seed}"
-        evaluate(
-            checkpoints,
-            *sampled,
-            f"generation.num_prompts_per_step={size}",
-            f"eval.seed={seed}",
-            f"eval.save_path={folder}",
-        )
+        keys = (f"generation.num_prompts_per_step={size}", f"eval.seed={seed}", f"eval.save_path={folder}")
+        evaluate(checkpoints, *sampled, *keys)
         samples = json.loads((folder / "evaluation_data.json").read_text())["evaluation_data"]
         texts.append([sample["response"] for sample in samples])
     assert texts[0] == texts[1]
@@ -120,18 +110,12 @@ def test_evaluation_of_a_policy_gives_the_same_responses_as_evaluation_of_its_ch
     with tiny.make(tmp_path / "logs", "grpo.seed=3", "grpo.max_num_steps=1") as run:
         run.train()
         run.policy.save_checkpoint(tmp_path / "weights")
-        chosen = [
-            *REVERSE,
-            "generation.temperature=1.0",
-            "eval.num_tests_per_prompt=3",
-            "generation.num_prompts_per_step=7",
-        ]
+        sampled = ("generation.temperature=1.0", "eval.num_tests_per_prompt=3", "generation.num_prompts_per_step=7")
         texts = []
         for name in ("policy", "checkpoint"):
             out = tmp_path / name
-            config = load_eval_config(
-                "evals/eval.yaml", [f"generation.model_name={tmp_path / 'weights'}", *chosen, f"eval.save_path={out}"]
-            )
+            folders = f"generation.model_name={tmp_path / 'weights'}", f"eval.save_path={out}"
+            config = load_eval_config("evals/eval.yaml", [*folders, *REVERSE, *sampled])
             result = run.evaluate(config) if name == "policy" else evaluation.main(config)
             saved = json.loads((out / "evaluation_data.json").read_text())["evaluation_data"]
             texts.append((result.score, [(sample["response"], sample["reward"]) for sample in saved]))

@@ -124,7 +124,7 @@ def test_html_and_scripts_in_logged_text_are_escaped_in_the_report(tmp_path):
     assert "<script>alert" not in page and page.count("<script") == 3
 
 
-def test_report_replaces_lone_surrogates_in_text_and_folder_names(tmp_path, capsys, monkeypatch):
+def test_report_replaces_lone_surrogates_in_text_and_folder_names(tmp_path):
     """Half of an emoji, as data sets that were cut hold it; and a folder whose name is no UTF-8."""
     folder = tmp_path / "run\udcff"
     folder.mkdir()
@@ -135,9 +135,6 @@ def test_report_replaces_lone_surrogates_in_text_and_folder_names(tmp_path, caps
     assert writer.update(force=True) and write_report(folder) == writer.path
     samples = unpacked(check(writer.path.read_text(encoding="utf-8")).scripts["data-samples"])
     assert samples[0]["groups"][0]["truth"] == "?"
-    monkeypatch.setattr("nemo_rl_cpp.report.page.render", lambda *args: float("no number"))
-    writer.update("finished", force=True)
-    assert "could not be written: could not convert" in capsys.readouterr().err
 
 
 def test_report_is_written_before_the_first_step(tmp_path):

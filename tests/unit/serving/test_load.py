@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.serving.model import EngineSizes, Limits, length_that_fits, load_model
+from nemo_rl_cpp.serving.model import EngineSizes, Limits, load_model
 from served import make_folder
 
 
@@ -49,16 +49,6 @@ def test_smallest_kv_cache_for_the_maximum_sequence_length_accepts_prompts_of_an
                       stream=0, draw_id=0, first_sample=0)  # fmt: skip
 
 
-def test_maximum_length_beyond_the_kv_cache_is_reduced_or_an_error_if_set_explicitly():
-    assert length_that_fits(257, 17_000, 257, is_given=False) == 257
-    with pytest.warns(UserWarning, match="at most 257 tokens here, though the model has 40960 positions"):
-        assert length_that_fits(257, 17_000, 40_960, is_given=False) == 257
-    with pytest.raises(ValueError, match="--max-model-len is 258, but .* hold a sequence of 257 tokens"):
-        length_that_fits(257, 17_000, 258, is_given=True)
-    with pytest.raises(ValueError, match="--kv-cache-gb"):
-        length_that_fits(0, 1000, 16, is_given=False)
-
-
 def test_server_reports_a_maximum_length_limited_by_the_kv_cache_capacity(tmp_path):
     folder = str(make_folder(tmp_path / "m"))
     load = partial(load_model, folder, served_name=None, precision="float32", limits=Limits())
@@ -68,3 +58,5 @@ def test_server_reports_a_maximum_length_limited_by_the_kv_cache_capacity(tmp_pa
     assert 2 <= model.max_model_len < 512
     with pytest.raises(ValueError, match="--max-model-len is 400"):
         load(sizes=EngineSizes(max_model_len=400, kv_cache_gb=50e-6))
+    with pytest.raises(ValueError, match="--kv-cache-gb: .* hold no sequence of this model"):
+        load(sizes=EngineSizes(kv_cache_gb=1e-8))

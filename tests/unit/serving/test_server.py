@@ -172,17 +172,3 @@ def test_server_frees_the_kv_cache_blocks_of_a_disconnected_client(http, server,
     assert idle(server) and engine.state.used_blocks == 0
     assert engine.state.generated_tokens - before < 4 * LONG["max_tokens"] / 10
     assert http.get("/health").json()["answers_under_way"] == 0
-
-
-def test_requests_with_a_rollout_key_are_reproducible_and_differ_within_a_rollout(http):
-    ask = {"prompt": "plus minus", "max_tokens": 12, "temperature": 1}
-
-    def rollout(key):
-        return [
-            http.post("/v1/completions", json=ask, headers={"X-Rollout-Key": key}).json()["choices"] for _ in range(2)
-        ]
-
-    first, other = rollout("a"), rollout("b")
-    assert first[0] != first[1] and first != other
-    with_field = [post(http, "/v1/completions", **ask, rollout_key="c")["choices"] for _ in range(2)]
-    assert with_field[0] != with_field[1]

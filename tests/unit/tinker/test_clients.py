@@ -126,26 +126,38 @@ def gspo(new: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, a: torch.Tens
     return -torch.minimum(ratio * a, ratio.clamp(0.9, 1.1) * a).sum()
 
 
-@pytest.mark.parametrize("formula", [importance_sampling, gspo])
+def ppo(new: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    ratio = torch.exp(new - old)
+    return -torch.minimum(ratio * a, ratio.clamp(0.9, 1.1) * a).sum()
+
+
+def cispo(new: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    return -(torch.exp(new - old).clamp(0.9, 1.1).detach() * new * a).sum()
+
+
+def dro(new: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    return -(new * a - 0.15 * (new - old) ** 2).sum()
+
+
+CLIPPED = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
+CONFIGS = {importance_sampling: {}, gspo: CLIPPED, ppo: CLIPPED, cispo: CLIPPED, dro: {"beta": 0.3}}
+
+
+@pytest.mark.parametrize("formula", CONFIGS)
 def test_custom_loss_of_a_tinker_client_has_the_same_gradient_as_the_built_in_loss(service, formula):
-    data, config = [], {}
+    data = []
     for old, a, mask in zip(OLDS, ADVANTAGES, MASKS):
         inputs = {"target_tokens": TOKENS[1 : len(old) + 1], "logprobs": old, "advantages": a}
-        if formula is gspo:
-            inputs, config = (
-                inputs | {"sequence_ratio_mask": mask},
-                {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1},
-            )
-        data.append(Datum(TOKENS[: len(old)], inputs))
+        data.append(Datum(TOKENS[: len(old)], inputs | ({"sequence_ratio_mask": mask} if formula is gspo else {})))
 
     def loss(data: list[Datum], found: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         rows = zip(found, *([torch.tensor(row) for row in each] for each in (OLDS, MASKS, ADVANTAGES)))
         return sum(formula(*row) for row in rows), {"mine": 3.0}
 
     builtin, custom = new_client(service), new_client(service)
-    for client in (builtin, custom) if formula is importance_sampling else ():  # the ratio of gspo would be clipped
+    for client in (builtin, custom) if formula is importance_sampling else ():  # the other ratios would be clipped
         away_from_zero(client)
-    expected = builtin.forward_backward(data, formula.__name__, config).result()
+    expected = builtin.forward_backward(data, formula.__name__, CONFIGS[formula]).result()
     result = custom.forward_backward_custom(data, loss).result()
     assert result.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-6)
     assert result.metrics["mine"] == 3.0 and gradient_of(builtin).any()

@@ -12,7 +12,6 @@ from nemo_rl_cpp import Trainer
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.tinker.adapters import Shape
 from nemo_rl_cpp.tinker.service import Service
-from nemo_rl_cpp.tinker.types import LOSSES
 from safetensors.torch import load, load_file
 from tinker import types
 from tinker_server import KEY, serving, tiny_base
@@ -59,18 +58,6 @@ def adapter_of(served: tuple[str, Service], client: Client) -> torch.Tensor:
     return served[1].models[client.model_id].state.adapter
 
 
-def test_supervised_training_with_the_tinker_sdk_lowers_the_loss(sdk):
-    client = new_client(sdk)
-    data = [datum([3, 4, 5, 3, 4, 5, 3], 2), datum([7, 8, 7, 8], 1)]
-    losses = []
-    for _ in range(30):
-        forward, step = client.forward_backward(data, "cross_entropy"), client.optim_step(ADAM)
-        losses.append(forward.result().metrics["loss:sum"])
-        assert step.result().metrics["unclipped_grad_l2:mean"] > 0
-    assert losses[-1] < 0.05 * losses[0]
-    assert client.forward(data, "cross_entropy").result().metrics["loss:sum"] < 0.05 * losses[0]
-
-
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.6}, {"top_p": 0.8, "top_k": 5}, {"temperature": 0.0}])
 def test_training_and_sampling_logprobs_of_a_tinker_model_are_equal(sdk, how):
     client = new_client(sdk, seed=2)
@@ -85,22 +72,6 @@ def test_training_and_sampling_logprobs_of_a_tinker_model_are_equal(sdk, how):
         assert output["logprobs"].tolist()[len(prompt) - 1 :] == sequence.logprobs
         scored = sampler.compute_logprobs(types.ModelInput.from_ints(prompt + sequence.tokens)).result()
         assert scored[0] is None and scored[len(prompt) :] == sequence.logprobs
-
-
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro"])
-def test_built_in_tinker_loss_has_the_gradient_of_an_equivalent_custom_loss(sdk, served, name):
-    builtin, custom = new_client(sdk, seed=3), new_client(sdk, seed=3)
-    logprobs, advantages = [-2.0, -3.1, -2.2, -4.0], [1.0, -0.5, 2.0, -1.0]
-    data = [datum([3, 4, 5, 6, 7], 1, logprobs=logprobs, advantages=advantages)]
-    config = {key: value * 0.9 for key, value in LOSSES[name][2].items()}
-    given = {"logprobs": logprobs, "advantages": advantages} | config
-    known = {name: torch.tensor(value) for name, value in given.items()}
-    result = builtin.forward_backward(data, name, config).result()
-    theirs = custom.forward_backward_custom(data, lambda _, found: (LOSSES[name][0](found[0], known), {})).result()
-    assert result.metrics["loss:sum"] == pytest.approx(theirs.metrics["loss:sum"], rel=1e-6)
-    for client in (builtin, custom):
-        client.optim_step(ADAM).result()
-    torch.testing.assert_close(adapter_of(served, builtin), adapter_of(served, custom))
 
 
 def rl_loop(client: Client, steps: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""The parts of a training run (`TrainingRun`), and their construction from a configuration (`build_run`).
+"""The components of a training run (`TrainingRun`), and their construction from a configuration (`build_run`).
 
 The order of construction matters in two places. Environments start their worker processes before this process computes
 on several threads. The checkpoint to resume from is chosen before the model is loaded."""
@@ -54,7 +54,8 @@ from nemo_rl_cpp.user_code import serve
 
 @dataclass
 class TrainingRun(AbstractContextManager["TrainingRun"]):
-    """The parts of a training run. A mode of training replaces parts; the training loop stays the same."""
+    """The components of a training run, such as policy, rollout collector and loggers. A feature that the configuration
+    enables is a different component; the training loop stays the same."""
 
     config: TrainMasterConfig  # validated; `config.loop` is the section of its algorithm, such as `grpo` or `ppo`
     state: TrainState  # the counters from which a resumed run continues
@@ -174,7 +175,7 @@ def build_run(
     policy_factory: Callable[..., PolicyInterface] | None = None,
     callbacks: Callbacks | None = None,
 ) -> TrainingRun:
-    """Build all parts of a run from a configuration: data, environments, policy, critic, engine and logs.
+    """Build all components of a run from a configuration: data, environments, policy, critic, engine and logs.
 
     The configuration is validated like a file's, checkpointing.checkpoint_dir is locked until the run is closed, and
     the run resumes from its newest complete checkpoint, if checkpointing.resume allows it. `data` (configuration,

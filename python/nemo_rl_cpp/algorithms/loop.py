@@ -1,8 +1,8 @@
 """The training loop of GRPO, DAPO, ProRLv2, distillation, supervised fine-tuning and PPO, on one page.
 
-A feature that a configuration switches on or off is a different part of the run; the loop stays the same.
-`algorithms/build.py` describes and combines the parts. GRPO is this loop with a critic that does nothing and a single
-epoch."""
+A feature that a configuration enables is a different component of the run; the loop stays the same.
+`algorithms/build.py` describes and combines the components. GRPO is this loop with a critic that does nothing and a
+single epoch."""
 
 from typing import TYPE_CHECKING
 

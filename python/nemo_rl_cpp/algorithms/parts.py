@@ -1,4 +1,5 @@
-"""Functions that make the parts of a run, each from its configuration section. `algorithms/build.py` calls them."""
+"""Functions that make the components of a run, each from its configuration section. `algorithms/build.py` calls
+them."""
 
 from __future__ import annotations
 
@@ -159,8 +160,9 @@ def make_policy(
     config: TrainMasterConfig, tokenizer: TokenizerType, resume: Resume, cluster: Cluster, steps: int,
     factory: Callable[..., PolicyInterface] | None = None,
 ) -> PolicyInterface:  # fmt: skip
-    """Return the policy with the checkpoint's weights and optimizer, or those of policy.model_name. `steps` are planned
-    in all; `factory` replaces the configured class. Without a KL weight there is no reference model."""
+    """Return the policy with the checkpoint's weights and optimizer, or with the weights of policy.model_name. `steps`
+    is the number of planned steps, for the learning-rate schedule; `factory` replaces the configured class. Without a
+    KL weight there is no reference model."""
     runs_vllm = config.policy.generation.runs_vllm
     if (config.policy.backend == "hf" or runs_vllm) and (text := exactness_text(config)) is not None:
         print(f"note: {text}", file=sys.stderr, flush=True)
@@ -216,8 +218,9 @@ def _outside_teacher(
 def make_critic(
     config: TrainMasterConfig, tokenizer: TokenizerType, resume: Resume, cluster: Cluster, steps: int
 ) -> Critic | NoCritic:
-    """Return PPO's critic from the checkpoint, value.model_name or ppo.warm_start_value_checkpoint, or `NoCritic`.
-    `steps` policy updates set its schedule. Raise ValueError if the last has no critic."""
+    """Return PPO's critic, or `NoCritic` for a run without one. Its weights are the checkpoint's, or those of
+    ppo.warm_start_value_checkpoint or value.model_name. `steps` is the number of planned steps, for its learning-rate
+    schedule. Raise ValueError if ppo.warm_start_value_checkpoint has no critic."""
     if not config.has_critic:
         return NoCritic()
     loop = config.ppo

@@ -167,9 +167,9 @@ class _FewLayers(ModelFolder):
 
 
 class _Sample:
-    """A small model like the run's model `section` of the whole `folder`, and measurements of it. It has some of the
-    layers and the same share of the vocabulary, so the whole model is `factor` times as large in each part. If
-    `decodes`, it has so many layers that decode steps read the weights from memory, as in the whole model."""
+    """A small model, whose speed is measured: some layers of the run's model `section` ("policy" or "value") and the
+    same share of its vocabulary. The whole model, in `folder`, is `factor` times as large in each part. If `decodes`,
+    the small model has so many layers that decode steps read its weights from memory, as in the whole model."""
 
     def __init__(
         self, config: TrainMasterConfig, section: str, folder: ModelFolder, shape: Shape, decodes: bool

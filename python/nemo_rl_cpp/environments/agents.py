@@ -38,7 +38,8 @@ class AgentTask:
 
 @dataclass(frozen=True)
 class AgentResult:
-    """The result of one rollout, which an agent returns."""
+    """The result of one rollout, which an agent returns: its reward, or components of the reward by name; the error if
+    it failed; metrics by name, whose means are logged; and whether the policy is trained on the rollout."""
 
     reward: float | dict[str, float] = 0.0
     error: str | None = None

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from nemo_rl_cpp.config.cluster import ClusterConfig
@@ -52,7 +53,8 @@ class ActorSettings:
 
 
 class EnvironmentActor:
-    """The Ray actor of an environment, made in the first call, whose caller gets the constructor's errors."""
+    """The Ray actor that holds an environment. The first call makes the environment, so its caller gets the
+    constructor's errors."""
 
     def __init__(self, make: bytes, folder: str, variables: Mapping[str, str]) -> None:
         """Enter `folder`, set `variables`, and keep `make` pickled, so that `start` imports the modules later."""
@@ -224,30 +226,24 @@ class Remotable:
     @classmethod
     def remote(cls, *args: object, **kwargs: object) -> LocalActor | RayEnvironment:
         """Make an object of this class, in an actor if Ray is in use, otherwise in this process; return a handle."""
-        return _Options(cls).remote(*args, **kwargs)
+        return cls.options().remote(*args, **kwargs)
 
     @classmethod
-    def options(cls, **options: object) -> _Options:
-        """Return the class with Ray's options for its actor. Raise ValueError if GPUs are requested without Ray."""
+    def options(cls, **options: object) -> SimpleNamespace:
+        """Return an object whose method `remote` is that of this class, with `options` of Ray for the actor. Raise
+        ValueError if they request GPUs without Ray."""
         if options.get("num_gpus") and ray_in_use() is None:
             raise ValueError(
                 f"{cls.__name__}.options(num_gpus={options['num_gpus']}): environments of this process run without GPUs; start Ray "
                 "(ray.init) for environments with GPUs of their own"
             )
-        return _Options(cls, options)
 
+        def remote(*args: object, **kwargs: object) -> LocalActor | RayEnvironment:
+            if ray_in_use() is None:
+                return LocalActor(cls(*args, **kwargs))
+            return ray_environment(cls, args, kwargs, options=options)
 
-@dataclass
-class _Options:
-    """A class together with Ray's options for the actors that are made from it."""
-
-    _cls: type
-    _options: Mapping[str, object] | None = None
-
-    def remote(self, *args: object, **kwargs: object) -> LocalActor | RayEnvironment:
-        if ray_in_use() is None:
-            return LocalActor(self._cls(*args, **kwargs))
-        return ray_environment(self._cls, args, kwargs, options=self._options)
+        return SimpleNamespace(remote=remote)
 
 
 # ---- calls of both kinds

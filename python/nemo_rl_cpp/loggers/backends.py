@@ -70,7 +70,8 @@ class TrackerLogger(LoggerInterface):
 
     @abstractmethod
     def restart(self, step: int) -> None:
-        """Start a new tracker run that records the current one's name: no tracker can remove steps after `step`."""
+        """Start a new run of the tracker, which records the name of the current one. Called if training resumes from
+        `step` and the current tracker run has later steps, which no tracker can remove."""
 
     def accepted(self, name: str) -> str:
         """Return a metric's name as the tracker allows it: cut to length, with forbidden characters as `_`."""

@@ -1,4 +1,4 @@
-"""Metrics of a run: its time and memory, and how informative its batches were."""
+"""Measurements of a run's time and memory."""
 
 from collections.abc import Callable
 

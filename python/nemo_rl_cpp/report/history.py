@@ -50,8 +50,8 @@ class Trend(NamedTuple):
 
 
 class MetricHistory:
-    """All numeric metrics of a run; of two values at a step the later counts. `settings` is the run's configuration,
-    which the advice of findings may need; empty if unknown."""
+    """All numeric metrics of a run, by name and step. A second value at the same step replaces the first. `settings` is
+    the run's configuration, which the advice of findings may need; empty if unknown."""
 
     def __init__(self, rows: Iterable[Mapping[str, object]] = (), settings: Mapping[str, object] | None = None) -> None:
         self.settings = settings or {}

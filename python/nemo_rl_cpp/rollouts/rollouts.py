@@ -122,9 +122,9 @@ def merged_returns(parts: list[tuple[list[int], EnvironmentReturn]], size: int) 
 
 
 class EarlyScoring:
-    """The scoring of responses that end while others of their turn are generated (`calculate_rewards` does the rest),
-    by environments that score rows independently (`scores_rows_alone`) and run concurrently (`.remote`). Rows that end
-    while an environment is busy form its next call."""
+    """A scorer of responses that end while the engine still generates others of the same turn; `calculate_rewards`
+    scores the rest. Only environments that score rows independently (`scores_rows_alone`) and run concurrently
+    (`.remote`) are called early. Rows that end while their environment is busy are scored together in its next call."""
 
     def __init__(self, active: DatumBatch, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment]) -> None:
         self._active, self._tokenizer = active, tokenizer

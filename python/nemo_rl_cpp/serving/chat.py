@@ -170,7 +170,8 @@ def chat_prompt(
 def _text_behind(
     tokenizer: TokenizerType, messages: list[dict[str, object]], answer: int, tools: Tools | None
 ) -> str | None:
-    """Return what the chat template writes after message `answer`; None if it changes that message."""
+    """Return the text that the chat template writes after the assistant message with the index `answer`. Return None if
+    the template changes the content of that message."""
     marked = [*messages]
     marked[answer] = {"role": "assistant", "content": _PLACE}
     text = render_prompt(tokenizer, marked, tools=tools)

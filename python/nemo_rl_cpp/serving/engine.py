@@ -113,9 +113,9 @@ class EngineState:
 
 
 class EngineThread:
-    """A thread that runs an engine (`make_engine`) of the native core for requests, while it is open. Closing lets
-    running requests finish, so each response comes from one version of the weights, and frees the KV cache; others
-    wait."""
+    """A thread that generates the responses to requests with an engine, which `make_engine` returns, while it is open.
+    `close` lets running requests finish, so that one version of the weights generates each response, and frees the KV
+    cache. New requests then wait for `open`."""
 
     step_seconds = 600.0  # the longest time that a step may take
 

@@ -1,4 +1,5 @@
-"""An HTTP server for a run's policy, beside its engine, which answers while the weights are constant."""
+"""An HTTP server for the policy of a training run. It generates with a separate engine, while the weights do not
+change."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.policy import PolicyConfig
@@ -54,7 +55,7 @@ class ServedGeneration(GenerationInterface):
     owns_process = True  # `shutdown` ends the server's threads
 
     def __post_init__(self) -> None:
-        self.reports_finished = self.inner.reports_finished
+        self.reports_finished, self._folder = self.inner.reports_finished, _saved(self.model.tokenizer)
         # these concern only the training loop's engine; the server gets a new KV cache whenever it opens
         for name in ("invalidate_kv_cache", "weight_digest", "get_logger_metrics", "clear_logger_metrics"):
             setattr(self, name, getattr(self.inner, name))
@@ -94,15 +95,10 @@ class ServedGeneration(GenerationInterface):
     def shutdown(self) -> bool:
         self.server.stop()
         self.model.engine.shut_down()
-        if "_folder" in vars(self):
-            self._folder.cleanup()
+        self._folder.cleanup()
         return self.inner.shutdown()
 
     # ---- for agents
-
-    @cached_property
-    def _folder(self) -> tempfile.TemporaryDirectory:
-        return _saved(self.model.tokenizer)
 
     @property
     def address(self) -> ServerAddress:
@@ -132,14 +128,10 @@ class ServedDedicatedGeneration(DedicatedGeneration):
 
     def __init__(self, cluster: Cluster, config: PolicyConfig, tokenizer: TokenizerType, seed: int) -> None:
         super().__init__(cluster, config, tokenizer, seed)
-        self._tokenizer = tokenizer
+        self._folder = _saved(tokenizer)
         self.group.call_all("serve_engine", self._number, partial(_serve_worker, seed))
         url = self._ask("address_with", "")[0].base_url
         print(f"the policy is served at {url} while rollouts are made", flush=True)
-
-    @cached_property
-    def _folder(self) -> tempfile.TemporaryDirectory:
-        return _saved(self._tokenizer)
 
     @property
     def address(self) -> ServerAddress:
@@ -154,8 +146,7 @@ class ServedDedicatedGeneration(DedicatedGeneration):
         return self._ask("end_rollout", key)[0]
 
     def shutdown(self) -> bool:
-        if "_folder" in vars(self):
-            self._folder.cleanup()
+        self._folder.cleanup()
         return super().shutdown()
 
 

@@ -93,7 +93,8 @@ class Base:
         return self.newest
 
     def check_tokens(self, tokens: Sequence[int], what: str, room: int = 0) -> None:
-        """Raise ValueError if there is no token, one outside the vocabulary, or no place for `room` more."""
+        """Raise ValueError, in which `what` names the tokens, if there are none, if one is not in the vocabulary, or if
+        so many are given that `room` more do not fit into a sequence."""
         if not tokens:
             raise ValueError(f"{what} has no token")
         self.check_vocabulary(min(tokens), max(tokens), what)
@@ -234,9 +235,9 @@ class AdaptedModel:
         """Compute a loss on `rows`, and return (the loss, the log-probabilities of each row's targets, float32 [N, K]
         per row). If `backward`, accumulate the gradient for the next optimizer step.
 
-        `config` gives loss inputs that are the same for all targets. `factor` is the name of an input that multiplies
-        the gradient of each target: consecutive rows compute a common prompt on which it is 0 once (see
-        `prompt_groups`).
+        `config` gives loss inputs that are the same for all targets. `factor` names the loss input that multiplies the
+        gradient of each target. If consecutive rows share a prompt on which this input is 0, the prompt is computed
+        once (see `prompt_groups`).
 
         Raise ValueError if the loss is not finite; in that case no gradient is accumulated."""
         self._take_up(state)
@@ -346,8 +347,8 @@ class AdaptedModel:
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Consecutive rows [begin, end) with a common prompt, which is computed once. Their first `length` targets are
-    equal and have no gradient; so are the first `length` + 1 tokens, whose last predicts the next target."""
+    """Consecutive training rows, from `begin` to `end` (exclusive), that share a prompt, which is computed once. Their
+    first `length` targets, and the first `length` + 1 tokens, are equal, and these targets have no gradient."""
 
     begin: int
     end: int

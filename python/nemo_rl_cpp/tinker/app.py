@@ -37,8 +37,8 @@ _BODY_SECONDS = 60.0  # the time for a body to arrive
 
 
 class Routes:
-    """The handlers of the routes that Tinker's SDK calls. Requests must send `api_key` as `X-API-Key` (None: any key),
-    and at most `max_body_bytes`."""
+    """The handlers of the routes that Tinker's SDK calls. Requests must send `api_key` as the header `X-API-Key` (None:
+    any key is accepted), and a body of at most `max_body_bytes` bytes."""
 
     def __init__(self, service: Service, api_key: str | None, max_body_bytes: int) -> None:
         self.service, self._api_key, self._most = service, api_key, max_body_bytes

@@ -192,14 +192,16 @@ class Models:
         return Sampler(model.adapted, model.trained.adapter, snapshot_of=model.id)
 
     def prompt_logprobs(self, sampler: Sampler, prompt: list[int], last_n: int | None = None) -> list[float | None]:
-        """Return the log-probability of each prompt token but the first; with `last_n` only of the last ones."""
+        """Return the log-probability of each prompt token: None for the first, and with `last_n` for all but the last
+        `last_n`."""
         self.base.check_tokens(prompt, "the prompt")
         found = sampler.adapted.prompt_logprobs(sampler.adapter, prompt).tolist()
         first = max(1, len(found) - (len(found) if last_n is None else last_n))
         return [None if place < first else logprob for place, logprob in enumerate(found)]
 
     def sample(self, sampler: Sampler, request: types.SampleRequest, draws: str, future: Future) -> None:
-        """Submit a request for samples. `future` receives its SampleResponse; `draws` replaces a missing seed."""
+        """Submit a request for samples of a prompt. `future` receives the SampleResponse. If the request has no seed,
+        one is computed from the text `draws`."""
         prompt, params = request.prompt, request.params
         temperature = number("temperature", params.temperature, SMALLEST, LARGEST, zero_is="for greedy decoding")
         limit = None if params.max_tokens is None else whole_number("max_tokens", params.max_tokens, 1)
@@ -281,7 +283,8 @@ def rows_of(data: Sequence[types.Datum], base: Base, needed: Sequence[str], know
 
 
 def _tensor(given: object, what: str, length: int) -> Tensor:
-    """Return a loss input as a dense tensor [N] or [N, K], N = `length`, with 0 for what a sparse one lacks."""
+    """Return a loss input as a dense tensor [N] or [N, K], where N = `length`. The elements that a sparse tensor lacks
+    are 0."""
     try:
         tensor = given.to_torch() if hasattr(given, "to_torch") else torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -69,8 +69,9 @@ class Answers:
 
 
 class Sampler:
-    """The weights of a LoRA model from which tokens are sampled, and the unfinished requests for samples. `path` is
-    that of the checkpoint, if any; `snapshot_of` the model of which this is a snapshot in memory."""
+    """The weights of a LoRA model from which tokens are sampled, and the unfinished requests for samples. `path` is the
+    checkpoint's tinker:// path, if the weights are from one; `snapshot_of` is the id of the model, if they are a copy
+    of its current weights."""
 
     def __init__(
         self, adapted: AdaptedModel, adapter: Tensor, path: str | None = None, snapshot_of: str | None = None

@@ -1,16 +1,16 @@
-"""GRPO on one page: a model of 100 thousand random weights learns to say the first digit of its prompt three times, "47=" -> "444".
+"""Train a model of 100 thousand random weights with GRPO, on one page: it learns to repeat the first digit of its prompt
+three times, "47=" -> "444".
 
     python examples/grpo_from_scratch.py [FOLDER]      # the trained model is saved there
 
 GRPO (Shao et al., 2024, https://arxiv.org/abs/2402.03300) repeats four things:
 
-    1. sample      the model answers each prompt several times; the answers to one prompt are a group
-    2. reward      a function scores each answer
-    3. advantage   how much better an answer is than its group: no second model has to judge
-    4. update      raise the probability of the tokens of better answers, lower that of worse ones
+    1. sample      the model generates several responses to each prompt; the responses to one prompt are a group
+    2. reward      a function scores each response
+    3. advantage   how much better a response is than the mean of its group, so no second model has to judge it
+    4. update      raise the probability of the tokens of better responses, lower that of worse ones
 
-`nemo_rl_cpp/algorithms/loop.py` is the same loop with all that a long run needs.
-"""
+`nemo_rl_cpp/algorithms/loop.py` is the same loop with everything else that a long run needs, such as checkpoints."""
 
 import sys
 
@@ -26,35 +26,35 @@ LEARNING_RATE = 2e-3
 
 
 def reward(prompt: str, answer: str) -> float:
-    """The share of right digits. A reward is any number; one with steps between 0 and 1 is easier to learn from."""
+    """Return the share of correct digits. A reward may be any number; values between 0 and 1 make learning easier."""
     return sum(digit == prompt[0] for digit in answer[:3]) / 3
 
 
 def advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """[prompts * GROUP] -> the same: reward minus the mean of its group, over the group's standard deviation.
+    """Return the advantages [prompts * GROUP] of rewards of this shape: each reward minus the mean of its group, divided
+    by the group's standard deviation.
 
-    The mean is the baseline: an answer is pushed by what it does better than the model's own average on this very prompt. A group
-    of equal rewards has nothing to teach, and gets zeros.
-    """
+    The mean is the baseline: a response counts by how much better it is than the model's average on the same prompt. In
+    a group with equal rewards all advantages are 0."""
     groups = rewards.view(-1, GROUP)
     centred = groups - groups.mean(dim=1, keepdim=True)
     return (centred / (groups.std(dim=1, keepdim=True) + 1e-6)).flatten()
 
 
 def clipped_loss(logprobs: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor):
-    """The loss of PPO and GRPO; all arguments are [tokens].
+    """Return the clipped loss of PPO and GRPO, a scalar. All arguments have the shape [tokens].
 
-    `ratio` is how much likelier the model makes a token now than when it was sampled. Its gradient is the policy gradient. The
-    minimum takes that gradient away as soon as a token has moved by CLIP in the direction of its advantage: the answers say
-    little about a model that has moved far from the one that sampled them.
-    """
+    `ratio` is a token's probability now, divided by its probability when it was sampled; its gradient is the policy
+    gradient. The minimum removes this gradient once the ratio has moved by CLIP in the direction of the advantage,
+    because the responses say little about a model that is far from the one that sampled them."""
     ratio = torch.exp(logprobs - old)
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
     return -(gain * mask).sum() / mask.sum()
 
 
 def train(steps: int = STEPS, seed: int = 0) -> tuple[nemo_rl_cpp.Model, list[float], float]:
-    """Returns the model, the mean reward of each step, and the largest gap between the log-probabilities of engine and trainer."""
+    """Train for `steps` steps. Return the model, the mean reward of each step, and the largest difference between the
+    log-probabilities of generation and of training."""
     torch.set_num_threads(1)  # threads would wait for each other more than they compute, at this size
     model = nemo_rl_cpp.Model("tiny-random", seed=seed)  # or the name of a pretrained one
     tokenizer = model.tokenizer  # a token each for digits, "+" and "="

@@ -1,7 +1,6 @@
-"""Trains a model on what a teacher says of the answers that the model has sampled.
+"""Train a model towards a teacher's probabilities of the responses that the model samples (on-policy distillation).
 
-uv run examples/run_distillation.py --config configs/distillation_arithmetic_smollm2.yaml [overrides]
-"""
+uv run examples/run_distillation.py --config configs/distillation_arithmetic_smollm2.yaml [overrides]"""
 
 import sys
 

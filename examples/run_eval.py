@@ -1,7 +1,6 @@
-"""Evaluates a model: pass@k or cons@k.
+"""Evaluate a model by pass@k or cons@k.
 
-uv run examples/run_eval.py --config configs/evals/arithmetic_smollm2.yaml [overrides]
-"""
+uv run examples/run_eval.py --config configs/evals/arithmetic_smollm2.yaml [overrides]"""
 
 import sys
 

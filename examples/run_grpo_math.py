@@ -1,7 +1,6 @@
-"""Trains a model on math problems with GRPO, DAPO or ProRLv2.
+"""Train a model on math problems with GRPO, DAPO or ProRLv2.
 
-uv run examples/run_grpo_math.py --config configs/grpo_arithmetic_smollm2.yaml [overrides]
-"""
+uv run examples/run_grpo_math.py --config configs/grpo_arithmetic_smollm2.yaml [overrides]"""
 
 import sys
 

@@ -1,7 +1,6 @@
-"""Trains a model on math problems with PPO.
+"""Train a model on math problems with PPO.
 
-uv run examples/run_ppo.py --config configs/ppo_math_1B_megatron.yaml [overrides]
-"""
+uv run examples/run_ppo.py --config configs/ppo_math_1B_megatron.yaml [overrides]"""
 
 import sys
 

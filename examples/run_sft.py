@@ -1,7 +1,6 @@
-"""Trains a model on the answers of a file.
+"""Train a model on the responses in a data file (supervised fine-tuning).
 
-uv run examples/run_sft.py --config configs/sft_arithmetic_smollm2.yaml [overrides]
-"""
+uv run examples/run_sft.py --config configs/sft_arithmetic_smollm2.yaml [overrides]"""
 
 import sys
 

@@ -1,8 +1,7 @@
-"""An agent with a client of its own: it plays "guess my number" with the policy over several turns, by the official OpenAI client.
+"""Train an agent that plays "guess my number" with the policy over several turns, through the official OpenAI client.
 
 pip install 'nemo-rl-cpp[serve,smollm2]' openai
-nemo-rl-cpp train --config examples/agents/guess_agent.yaml
-"""
+nemo-rl-cpp train --config examples/agents/guess_agent.yaml"""
 
 from nemo_rl_cpp.environments.agents import AgentTask
 from openai import AsyncOpenAI
@@ -11,7 +10,7 @@ TURNS = 3
 
 
 async def play(task: AgentTask) -> float:
-    """One rollout: the reward is 1 for the right number, less for a near one, 0 for no number."""
+    """Play one game and return its reward: 1 for the secret number, less for a number near it, 0 without a number."""
     secret = int(task.info["ground_truth"])
     messages = [*task.messages]
     # the headers name the rollout: its token ids are trained, and a rollout that is run again gets its samples again

@@ -1,7 +1,7 @@
-"""Puts solved examples before the question of each row of NeMo Gym, as earlier turns of its conversation. A small model needs them.
+"""Insert solved examples before the question of each row of NeMo Gym's data, as earlier turns of its conversation, because
+a small model needs them.
 
-python examples/agents/nemo_gym_rows.py products.jsonl 3
-"""
+python examples/agents/nemo_gym_rows.py products.jsonl 3"""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def with_examples(rows: list[dict], shots: int) -> list[dict]:
-    """The rows behind the first `shots` ones, each with these as examples."""
+    """Return all rows after the first `shots`, each with the first `shots` rows as solved examples."""
     turns = []
     for row in rows[:shots]:
         turns += [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]

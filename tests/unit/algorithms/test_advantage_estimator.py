@@ -1,4 +1,4 @@
-"""The estimator classes: settings, grouping, and which inputs reach the native ops."""
+"""Tests of the advantage estimators: formulas, grouping of samples, and ragged against padded batches."""
 
 import math
 
@@ -182,7 +182,7 @@ def test_whitening_without_trained_tokens_gives_zero_advantages_and_sets_the_deg
 
 @pytest.mark.parametrize("name", ["grpo", "gdpo", "reinforce_plus_plus", "gae", "raw_reward"])
 def test_built_in_advantage_estimators_give_equal_results_for_ragged_and_padded_batches(name):
-    """The same estimator behind a class that does not name `offsets` is given padded tensors, as one of the user's."""
+    """A wrapper class without a parameter `offsets` gets padded tensors, like a custom estimator."""
     padded = []
 
     class Padded:

@@ -1,4 +1,4 @@
-"""A run that cannot be put together leaves nothing held."""
+"""Tests of the construction of a run, also of one that fails."""
 
 import pytest
 import tiny

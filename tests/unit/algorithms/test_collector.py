@@ -1,4 +1,5 @@
-"""Rollouts beside training: the same batches from the same weights in every order in which two threads can run."""
+"""Tests of asynchronous rollouts: every order in which the generating and the training thread can run gives the same
+batches from the same versions of the weights."""
 
 import threading
 from concurrent.futures import Future
@@ -16,12 +17,13 @@ from nemo_rl_cpp.rollouts.batches import Rollouts
 
 
 class Ended(BaseException):
-    """Ends a thread that waits when its test is over."""
+    """Raised in a waiting thread to end it when its test is over."""
 
 
 class Turns:
-    """Two threads, "train" and "generate", of which one runs at a time. At every gate the next is chosen: by `choices`, and by
-    the first that can run after these. `options` says afterwards how many could run at each gate."""
+    """A scheduler of two threads, "train" and "generate", of which only one runs at a time. At every gate it selects
+    the next thread: the one with the index in `choices`, or the first that can run if there are no more choices.
+    `options` records how many threads could run at each gate."""
 
     def __init__(self, choices):
         self.choices, self.options, self.moved = choices, [], threading.Condition(threading.RLock())
@@ -46,7 +48,7 @@ class Turns:
             raise Ended
 
     def end(self):
-        """A thread that still waits ends."""
+        """Raise `Ended` in a thread that still waits."""
         with self.moved:
             self.turn = None
             self.moved.notify_all()
@@ -85,7 +87,7 @@ class Turns:
                 self._until_my_turn("generate")
 
     def pause(self, reached):
-        """The thread that generates waits until `go_on`."""
+        """Complete the future `reached`, and let the generating thread wait until `go_on` is called."""
         with self.moved:
             self.tell(reached, True)
             self.can_run.remove("generate")
@@ -93,7 +95,7 @@ class Turns:
             self._until_my_turn("generate")
 
     def tell(self, future, result):
-        """Set a future that "train" may wait for."""
+        """Complete a future for which the training thread may wait."""
         with self.moved:
             future.set_result(result)
             if self.waits_for is future:
@@ -124,7 +126,7 @@ class TurnFuture(Future):
 
 
 class TurnMeeting(Meeting):
-    """A meeting whose two threads take turns."""
+    """A `Meeting` of two threads that a `Turns` schedules."""
 
     def __init__(self, turns):
         super().__init__()
@@ -140,7 +142,8 @@ class TurnMeeting(Meeting):
 
 
 class Maker:
-    """Engine and trainer of a model: the engine's version is that of the last refit, and is read throughout a generation."""
+    """A fake engine and trainer. The engine has the version of the last weight sync, and asserts throughout a
+    generation that it has the expected version."""
 
     def __init__(self, turns, state, epochs=lambda number: 0):
         self.turns, self.state, self.generation, self.epochs = turns, state, self, epochs
@@ -172,7 +175,8 @@ class Maker:
 
 
 def collector_of(maker, state, turns=None, **options):
-    """A collector whose engine and trainer are `maker`'s. With `turns` these choose which thread runs."""
+    """Return an AsyncCollector with the fake engine and trainer `maker`. If `turns` is given, it schedules the
+    threads."""
     collector = AsyncCollector(maker, None, None, None, None, state, **options)
     if turns is not None:
         collector._submit, collector._make_meeting = turns.submit, lambda: TurnMeeting(turns)
@@ -182,7 +186,8 @@ def collector_of(maker, state, turns=None, **options):
 
 
 def run_model(choices, age, steps, save_after=None, resumed=None, begin=0, pause=None):
-    """(what was trained as (batch, version that made it), what a checkpoint held, options at each gate)"""
+    """Return (batch number and weight version of each trained step, batches in a checkpoint, number of runnable threads
+    at each gate)."""
     turns, state, saved = Turns(choices), TrainState(max_num_steps=steps, total_steps=begin), None
     maker = Maker(turns, state)
     collection = collector_of(maker, state, turns, age=age, keeps=True, pause=pause)
@@ -206,7 +211,7 @@ def run_model(choices, age, steps, save_after=None, resumed=None, begin=0, pause
 
 
 def every_order(run):
-    """The results of `run(choices)` for all choices that there are."""
+    """Yield the result of `run(choices)` for every possible schedule of the two threads."""
     choices = []
     while choices is not None:
         *result, options = run(choices)
@@ -221,7 +226,8 @@ def every_order(run):
 @pytest.mark.parametrize("pause", [None, Pause(2, False)], ids=["whole", "weights in flight"])
 @pytest.mark.parametrize("age, steps", [(1, 4), (2, 3), (3, 3)])
 def test_async_runs_train_the_same_batches_for_every_interleaving_of_generation_and_training(age, steps, pause):
-    """With weights in flight the maker asserts that each batch k >= age continues under the version after its first."""
+    """With in-flight weight updates, the fake engine asserts that each batch k >= age continues with the version after
+    its first one."""
     expected = [(k, max(0, k - age)) for k in range(steps)]
     orders = 0
     for trained, saved in every_order(lambda choices: run_model(choices, age, steps, save_after=2, pause=pause)):
@@ -275,7 +281,8 @@ def test_async_generation_error_is_raised_in_the_training_step_that_needs_the_ba
 
 
 class Runner:
-    """Rollouts that fail for the first calls, and that extend the conversations which they are given, as rollouts do."""
+    """A fake for `roll_out` that appends a response to each conversation, and raises the given errors in its first
+    calls."""
 
     def __init__(self, errors):
         self.errors, self.given = list(errors), []

@@ -1,4 +1,4 @@
-"""On-policy distillation: the estimator, who teaches which sample, what a configuration may ask, and runs that learn from a teacher."""
+"""Tests of on-policy distillation: advantages, the choice of a teacher per sample, configurations, and runs."""
 
 import numpy as np
 import pytest
@@ -98,9 +98,9 @@ def test_ppo_distillation_advantages_with_a_critic_match_a_reference_implementat
 
 
 def test_ppo_advantages_and_loss_with_a_teacher_match_hand_computed_values():
-    """Rewards: the errors are 0.25 - 0.5 and 1 - 0.25, so GAE with lambda 0.5 gives (0.125, 0.75), and the critic's targets are
-    (0.625, 1). The teacher's gaps are (0.5, -0.25). With the weight 2 the advantages are (0.75, 1.25), and the loss at a ratio of 1
-    is their mean, negated."""
+    """The critic's errors are 0.25 - 0.5 and 1 - 0.25, so GAE with lambda 0.5 gives (0.125, 0.75), and the critic's
+    targets are (0.625, 1). The teacher's gaps are (0.5, -0.25). With the weight 2 the advantages are (0.75, 1.25), and
+    the loss at a ratio of 1 is their mean, negated."""
     student, teacher = torch.tensor([-9.0, -1.0, -2.0, -9.0]), torch.tensor([0.0, -0.5, -2.25, 0.0])
     of_tokens = {
         "input_ids": torch.arange(4), "token_mask": torch.tensor([0.0, 1.0, 1.0, 0.0]), "generation_logprobs": student,
@@ -145,7 +145,7 @@ def test_expectation_of_the_distillation_policy_gradient_is_the_gradient_of_the_
 
 
 class TwoModels:
-    """A policy whose teachers say 1 and 2 of every token that they are asked about."""
+    """A fake policy with the teachers "a" and "b", whose log-probabilities are 1 and 2 on every scored token."""
 
     def get_teacher_logprobs(self, data, teacher):
         asked = data["token_mask"] * data["sample_mask"][:, None]
@@ -175,7 +175,7 @@ def test_each_response_is_scored_by_the_teacher_of_its_task_or_by_the_default_te
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """A folder with the student's weights after some updates towards small digits, from random data."""
+    """Return a folder with the student's weights after some updates towards small digits on random data."""
     tiny.one_thread()
     folder = tmp_path_factory.mktemp("teacher")
     config = load_grpo_config("grpo_tiny.yaml", ["policy.optimizer.kwargs.lr=5e-3"]).policy
@@ -279,7 +279,7 @@ def test_distillation_teacher_gives_the_logprobs_of_a_policy_with_the_same_weigh
 
 
 def run_config(folder, teacher, steps, topk=(), **loss):
-    """A distillation of the tiny model from `teacher`, which is not saved."""
+    """Return the configuration of a run that distils `teacher` into the tiny model, without checkpoints."""
     same = load_grpo_config(
         "grpo_tiny.yaml", ["policy.train_global_batch_size=128", "policy.optimizer.kwargs.lr=2e-3"]
     ).model_dump()
@@ -291,7 +291,7 @@ def run_config(folder, teacher, steps, topk=(), **loss):
 
 
 def is_near(history):
-    """Whether the gap of the last five steps is below half of that of the first two."""
+    """Return whether the mean log-probability gap of the last five steps is below half of that of the first two."""
     gaps = [-row[GAP] for row in history]
     return len(gaps) > 6 and np.mean(gaps[-5:]) < 0.5 * np.mean(gaps[:2])
 

@@ -8,7 +8,7 @@ from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 
 
 def rollouts(*groups, start=0, version=0):
-    """One row a reward; `name` tells where a row came from."""
+    """Return rollouts with one row per reward; `name` is "<group>.<row in the group>"."""
     ids = [i for i, group in enumerate(groups) for _ in group]
     return BatchedDataDict(
         total_reward=torch.tensor([r for group in groups for r in group], dtype=torch.float32),
@@ -55,7 +55,7 @@ def test_dynamic_sampling_collects_unequal_reward_groups_over_batches_and_drops_
 
 
 def test_dynamic_sampling_selects_groups_by_their_rewards_before_reward_shaping():
-    """Shaping that punishes length makes unequal rewards of equal ones, and the other way round."""
+    """Shaping by length can make equal rewards differ, and different rewards equal."""
     batch = rollouts((1.0, 0.5), (0.0, 0.0))
     batch["unshaped_total_reward"] = torch.tensor([1.0, 1.0, 0.0, 1.0])
     sampler = GroupSampler(num_groups=1, enabled=True)

@@ -1,4 +1,5 @@
-"""The loop with stand-ins for policy and engine: order of the steps, what each gets, what is logged, saved and stopped by."""
+"""Tests of the GRPO loop with a fake policy and engine: order of the calls, batches, logs, checkpoints and the end of a
+run."""
 
 import json
 

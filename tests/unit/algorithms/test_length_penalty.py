@@ -1,4 +1,4 @@
-"""grpo.length_penalty: every term on hand-computed groups, what is left alone, and where the loop applies it."""
+"""Tests of `grpo.length_penalty`: every term on hand-computed groups, and groups that stay unchanged."""
 
 import pytest
 import torch

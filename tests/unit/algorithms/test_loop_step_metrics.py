@@ -1,4 +1,4 @@
-"""Numbers of a step: aggregation over micro-batches and rounds, by hand."""
+"""Tests of a step's metrics: their aggregation over micro-batches and over rounds of generation."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ def test_metrics_are_summed_over_micro_batches_except_minima_maxima_and_means():
 
 
 def mult_prob_error(*global_batches):
-    """Each global batch is a list of (numerator, valid tokens), one for each micro-batch."""
+    """Return token_mult_prob_error of global batches, each a list of (numerator, valid tokens) per micro-batch."""
     metrics = []
     for batch in global_batches:
         count = sum(tokens for _, tokens in batch)
@@ -131,7 +131,7 @@ def test_train_data_log_file_contains_no_padding_tokens():
 
 
 def combined(sizes, **metrics):
-    """The metrics of rounds of `sizes` samples, given for each round."""
+    """Return the combined metrics of rounds with `sizes` samples; `metrics` has one value per round for each name."""
     return combine_rollout_metrics(
         [(size, {name: values[i] for name, values in metrics.items()}) for i, size in enumerate(sizes)]
     )

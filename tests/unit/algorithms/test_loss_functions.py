@@ -1,4 +1,4 @@
-"""The loss classes: settings, autograd, and the exceptional cases."""
+"""Tests of the loss classes: settings, autograd and pickling."""
 
 import pickle
 
@@ -73,7 +73,8 @@ def test_loss_with_force_on_policy_ratio_needs_no_old_logprobs():
 
 
 def test_positive_example_nll_is_normalised_by_the_global_token_count():
-    """mu = 1, rewards 1, 0, 1: NLL = sum of -x over rows 0 and 2; own count without a global one."""
+    """mu = 1 and rewards 1, 0, 1, so NLL is the sum of -x over rows 0 and 2. Without a global token count the batch's
+    own is used."""
     data, _, _, counts = batch()
     data["advantages"].zero_()
     x = torch.full((3, 7), -2.0, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Runs of the tiny model with the losses and estimators that need a part of the loop."""
+"""Tests of runs with each optional loss term and estimator."""
 
 import pytest
 import tiny
@@ -23,7 +23,7 @@ def plain(tmp_path_factory):
 
 
 def weights(folder, *overrides):
-    """The digest of the weights after two steps, and the metrics of both."""
+    """Return the digest of the weights after two steps, and the metrics of both steps."""
     with tiny.make(folder, *tiny.SMALL, "grpo.max_num_steps=2", *overrides) as run:
         run.train()
         return run.policy.weight_digest(), run.history

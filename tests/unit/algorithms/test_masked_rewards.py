@@ -1,4 +1,5 @@
-"""masked_reward_policy: whether samples without a gradient vote in their group's statistics and in dynamic sampling."""
+"""Tests of `masked_reward_policy`, which decides whether masked samples count in group statistics and dynamic
+sampling."""
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from nemo_rl_cpp.rollouts.batches import TrainBatch
 
 
 def advantages(batch, **grpo):
-    """The first column, by GRPO's estimator against the mean of the group."""
+    """Return each sample's GRPO advantage, relative to the mean of its group."""
     settings = AdvEstimatorConfig(use_leave_one_out_baseline=False, normalize_rewards=False)
     GroupAdvantages(GRPOAdvantageEstimator(settings, None), GRPOConfig(**grpo)).add(batch)
     return batch["advantages"][:, 0].tolist()

@@ -1,4 +1,5 @@
-"""`grpo.invalid_tool_call_advantage` and `malformed_thinking_advantage`: which responses have a flag, and what it does."""
+"""Tests of `grpo.invalid_tool_call_advantage` and `grpo.malformed_thinking_advantage`: the flags of responses, and
+their effect."""
 
 import pytest
 import torch

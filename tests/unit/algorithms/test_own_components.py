@@ -1,4 +1,4 @@
-"""Losses and advantage estimators of the user's: checked before a model is loaded, given what they ask for, and held to what they return."""
+"""Tests of custom losses and advantage estimators: their arguments, their return values and errors."""
 
 import copy
 import pickle
@@ -161,7 +161,7 @@ def test_run_trains_with_a_custom_estimator_and_loss(tmp_path):
 
 
 def test_custom_reinforce_loss_matches_the_native_loss(tmp_path):
-    """REINFORCE as it is written in the guide, against the native loss without ratio: the same weights up to rounding."""
+    """The guide's REINFORCE and the native loss without ratio give the same weights up to rounding."""
     weights = {}
     for name, overrides in {
         "own": [f"loss_fn.name={OWN}Reinforce"],

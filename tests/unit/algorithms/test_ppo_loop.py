@@ -1,4 +1,4 @@
-"""PPO's loop with stand-ins for the models: order of the steps, epochs, warm-up, what critic and policy get, what is logged and saved."""
+"""Tests of the PPO loop with a fake policy and critic: order of the calls, epochs, warm-up, logs and checkpoints."""
 
 import json
 
@@ -10,7 +10,7 @@ from nemo_rl_cpp.algorithms.step_metrics import mean_over_epochs
 
 
 class Critic:
-    """Says 0.25 of every state, and counts its training calls."""
+    """A fake critic that gives every token the value 0.25, and records its training calls."""
 
     def __init__(self, events):
         self.events, self.version, self.trained = events, 0, []

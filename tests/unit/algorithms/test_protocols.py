@@ -1,4 +1,5 @@
-"""The interfaces of policy, critic, generation, weight synchroniser, environment and logger back end: what is declared is implemented."""
+"""Tests that classes implement the Protocols of policy, critic, engine, weight synchronizer, environment and logger
+back end."""
 
 import inspect
 
@@ -28,7 +29,7 @@ NATIVE = {
 
 
 def declared(protocol):
-    """The names of a Protocol, those that it inherits included."""
+    """Return the public names that a Protocol declares or inherits."""
     names = {name for cls in protocol.__mro__ for name in [*vars(cls), *inspect.get_annotations(cls)]}
     return {name for name in names if not name.startswith("_")}
 

@@ -1,4 +1,5 @@
-"""Resuming under another configuration: each change is said and effective, or refused with its key; nothing is silent."""
+"""Tests of resuming with a changed configuration: each change is printed and takes effect, or is an error that names
+the key."""
 
 import json
 import re
@@ -32,7 +33,7 @@ def write_rows(path, rows):
 
 @pytest.fixture(scope="module")
 def run_of_two_steps(tmp_path_factory):
-    """A run of 2 steps from the model folder `model`, on rows of the file `rows.jsonl`."""
+    """Return a folder with the model folder `model`, the data file `rows.jsonl`, and a run of two steps on both."""
     root = tmp_path_factory.mktemp("resume")
     first = tiny.train(root / "seedling", *RUN, "grpo.max_num_steps=1")
     shutil.copytree(root / "seedling" / "checkpoints" / "step_1" / "policy" / "weights", root / "model")
@@ -52,7 +53,7 @@ def own(root, model="model", rows="rows.jsonl"):
 
 @pytest.fixture
 def root(run_of_two_steps, tmp_path):
-    """A copy of that run at the same paths below another folder: the model and rows stay where they are."""
+    """Return a folder with a copy of that run. Its model and data files stay in the original folder."""
     shutil.copytree(run_of_two_steps / "run", tmp_path / "run")
     return tmp_path
 

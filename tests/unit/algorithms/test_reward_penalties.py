@@ -1,4 +1,4 @@
-"""`reward_penalties`: which conversations earn nothing, by hand, and the rules of the section."""
+"""Tests of `reward_penalties`: which conversations get reward 0, and invalid settings."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def message(role, ids, content="x"):
 
 
 def penalised(log, tokenizer=tokenizer, **config):
-    """The reward of a conversation that earned 1, and the metrics."""
+    """Return (the reward, the metrics) of a conversation whose reward was 1 before the penalties."""
     batch = BatchedDataDict(message_log=[log], total_reward=torch.tensor([1.0]), **{"reward/form": torch.tensor([0.5])})
     metrics = apply_reward_penalties(batch, RewardPenaltyConfig(**config), tokenizer)
     assert float(batch["reward/form"]) == 0.5 * float(batch["total_reward"])

@@ -1,4 +1,4 @@
-"""Reward scaling, reward shaping and sequence log-prob errors, by hand."""
+"""Tests of reward scaling, reward shaping and sequence log-probability errors, by hand."""
 
 import math
 

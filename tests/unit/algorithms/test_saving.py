@@ -1,4 +1,4 @@
-"""Saves that find no space, weights that are not finite, metric names: what a run says, and how it ends."""
+"""Tests of checkpoints on a full disk, of weights that are not finite, and of the metric that ranks checkpoints."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ from test_grpo_loop import make
 
 
 class FullDisk:
-    """A policy's save_checkpoint that fails while `full`."""
+    """A replacement of a policy's `save_checkpoint` that raises `error` while `full` is True."""
 
     def __init__(self, run, error):
         self.run, self.error, self.full, self.tried = run, error, True, []
@@ -134,14 +134,14 @@ def test_error_for_non_finite_weights_names_the_first_such_parameter(tmp_path, b
 
 
 def make_steps(tmp_path, steps, metric, *overrides):
-    """A run of `steps` steps that is saved after the last one, ranked by `metric`."""
+    """Return a run of `steps` steps that saves after the last one, with `metric` to rank checkpoints."""
     names = (f"grpo.max_num_steps={steps}", f"checkpointing.save_period={steps}", f"checkpointing.metric_name={metric}")
     return make(tmp_path, *names, *overrides)
 
 
 @pytest.mark.parametrize("name", ["train:rewrd", "val:accurcy", "val:loss"])
 def test_unknown_checkpoint_metric_name_ends_the_run_after_the_first_step(tmp_path, name):
-    """`loss` is a metric of training alone."""
+    """Only training has the metric `loss`."""
     run = make_steps(tmp_path, 9, name, "grpo.val_period=5")
     with pytest.raises(ValueError, match=f"metric_name='{name}': the .* metrics have no .*; there are .*accuracy"):
         train(run)
@@ -164,7 +164,7 @@ def test_run_that_resumes_with_a_step_without_rollouts_accepts_their_metrics_as_
 
 
 def test_unknown_validation_metric_raises_at_validation_if_validation_environments_differ(tmp_path):
-    """Their metrics cannot be known from training's."""
+    """The names of their metrics do not follow from those of training."""
     run = make_steps(tmp_path, 9, "val:accurcy", "grpo.val_period=2")
     run.environments.train["second"] = next(iter(run.environments.train.values()))
     run.validation.validator.task_to_env = {"t": run.environments.train["t"]}

@@ -1,4 +1,4 @@
-"""Score centering: the term that makes the score's mean 0 under the old policy (arXiv:2609.20807)."""
+"""Tests of score centering, which gives the score mean 0 under the old policy (arXiv:2609.20807)."""
 
 import math
 
@@ -13,14 +13,15 @@ V = 12
 
 
 def distributions(seed, rows=3, length=5):
-    """Logits of the current policy and log-probabilities of the old one, [rows, length, V] in float64."""
+    """Return logits of the current policy and log-probabilities of the old one, float64 [rows, length, V]."""
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, length, V, generator=random, dtype=torch.float64)
     return logits, (logits + 0.7 * torch.randn(logits.shape, generator=random, dtype=torch.float64)).log_softmax(-1)
 
 
 def batch_of(old, tokens, k, advantages, mask=None):
-    """The data of a loss for sampled tokens [rows, length], each after a first token that nothing reads."""
+    """Return (the data of a loss for sampled tokens [rows, length], each row after an unused first token; the
+    candidates' ids)."""
     top = old.topk(k, dim=-1)
     first = lambda v: torch.cat([torch.zeros_like(v[:, :1]), v], 1)  # noqa: E731
     prev = first(old.gather(-1, tokens[..., None])[..., 0])
@@ -32,7 +33,7 @@ def batch_of(old, tokens, k, advantages, mask=None):
 
 
 def gradient(name, logits, data, ids, tokens, k):
-    """d loss / d logits through the log-probabilities of the sampled tokens and of the candidates."""
+    """Return (the loss result, its gradient for `logits` through the sampled tokens and the candidates)."""
     leaf = logits.clone().requires_grad_()
     logp = leaf.log_softmax(-1)
     chosen, candidates = logp.gather(-1, tokens[..., None])[..., 0], logp.gather(-1, ids)
@@ -47,7 +48,7 @@ def gradient(name, logits, data, ids, tokens, k):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("k", [V, 4])
 def test_score_centering_gives_a_zero_mean_gradient_for_equal_advantages(name, k):
-    """Summed over every token that might have been sampled, weighted by its old probability. With k < V the mean is taken
+    """The gradient is summed over every possible token, weighted by the token's old probability. With k < V the mean is
     over the reconstructed distribution: the old one at the k tokens, the scaled current one elsewhere."""
     logits, old = distributions(1)
     p = logits.softmax(-1)
@@ -66,7 +67,7 @@ def test_score_centering_gives_a_zero_mean_gradient_for_equal_advantages(name, k
 
 
 def slow_term(name, p, q, advantage, low, high):
-    """A (sum_v q w log p - a w(1/a) sum_v p log p) of one token, from probabilities of the k candidates."""
+    """Return A (sum_v q w log p - a w(1/a) sum_v p log p) of one token, from the probabilities of its k candidates."""
     scale = (1 - sum(q)) / (1 - sum(p)) if 1 - sum(p) > 1e-6 else 0.0
     weight = lambda ratio: 1.0 if name == "gpg" else min(max(ratio, low), high)  # noqa: E731
     others = scale * weight(1 / scale) if scale else 0.0

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: what is trained of a row, the loss against transformers, packing, validation, and whole runs."""
+"""Tests of supervised fine-tuning: trained tokens, loss against transformers, packing, validation and runs."""
 
 import math
 
@@ -52,7 +52,7 @@ def test_sft_appends_the_end_token_to_a_plain_text_response():
 
 
 def batch_of(rows):
-    """Rows of ids, of which the last three are the answer."""
+    """Return a batch of rows of token ids, in each of which the last three are the response."""
     logs = [[{"role": "user", "token_ids": row[:-3]}, {"role": "assistant", "token_ids": row[-3:]}] for row in rows]
     samples = BatchedDataDict(
         message_log=logs, loss_multiplier=torch.ones(len(rows)), length=[len(row) for row in rows]

@@ -1,5 +1,4 @@
-"""The forecast of a step's time: its arithmetic against counts by hand, its measurements on every kind of model, and
-where it is printed. No test depends on how fast the machine is."""
+"""Tests of the forecast of a step's duration. No test depends on the speed of the machine."""
 
 import sys
 

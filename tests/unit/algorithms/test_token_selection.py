@@ -1,4 +1,4 @@
-"""Which tokens of a step learn from their advantages: clip_cov, kl_cov and top_entropy_quantile."""
+"""Tests of the selection of trained tokens: clip_cov, kl_cov and top_entropy_quantile."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from nemo_rl_cpp.rollouts.batches import TrainBatch
 
 
 def batch_of(advantages, logprobs, entropies=None, mask=None):
-    """Two samples of equal length, all of whose tokens are trained unless `mask` [T] says otherwise."""
+    """Return two samples of equal length. All tokens are trained unless `mask` [T] is given."""
     tokens = {"input_ids": torch.zeros(len(advantages), dtype=torch.int64), "token_mask": torch.ones(len(advantages))}
     tokens |= {"advantages": torch.tensor(advantages), "generation_logprobs": torch.tensor(logprobs)}
     if entropies is not None:

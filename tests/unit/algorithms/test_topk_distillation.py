@@ -1,4 +1,4 @@
-"""Distillation on the likeliest tokens of the teacher or of the student."""
+"""Tests of distillation on the most likely tokens of the teacher or of the student."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,8 @@ def model_of(seed):
 
 
 def taught_batch(k=5):
-    """Ragged samples of two groups that share a prompt, and what a teacher says of its k likeliest tokens."""
+    """Return (four ragged samples of two prompts with a teacher's k most likely tokens, their token ids, the teacher's
+    log-probabilities)."""
     random = torch.Generator().manual_seed(4)
     prompts = [torch.randint(0, 61, (n,), generator=random) for n in (7, 3)]
     sizes = ((0, 4), (0, 6), (1, 5), (1, 2))  # (group, tokens of the response)

@@ -1,4 +1,4 @@
-"""Validation: how many prompts, which randomness, what is measured."""
+"""Tests of validation: number of prompts, seeds of sampling, metrics, and the end of generation after an error."""
 
 import math
 import threading
@@ -18,7 +18,7 @@ TOKENIZER = ByteTokenizer()
 
 
 class OneTurn(EchoEnvironment):
-    """Reward: share of digits that are right; one turn."""
+    """An environment of one turn with reward 1 if the response equals the answer, else 0."""
 
     def step(self, message_log_batch, metadata):
         answer = super().step(message_log_batch, [{"turns": 1}] * len(metadata))
@@ -42,7 +42,7 @@ def policy(val_temperature=1.0):
 
 
 def batches(count, size=2):
-    """A loader over `count` prompts: prompt i is answered right when i is even."""
+    """Return batches of `count` prompts. The response to prompt i, its own text, is correct if i is even."""
     rows = [prompts([f"{i}"], ["t"], [{"answer": str(i) if i % 2 == 0 else "no"}]) for i in range(count)]
     joined = [rows[i : i + size] for i in range(0, count, size)]
     return [type(rows[0]).from_batches(part) for part in joined]
@@ -126,7 +126,7 @@ def test_run_stops_when_the_validation_metric_reaches_its_threshold():
 
 
 class Watched(FakeGeneration):
-    """Counts what is open; generation, and giving back, may fail."""
+    """A fake engine that counts how often it is open. Generation raises `error`, and closing it raises `second`."""
 
     def __init__(self, error=None, second=None):
         super().__init__(respond=self.answer)
@@ -186,7 +186,7 @@ def test_ctrl_c_ends_a_run_whose_generation_engine_hangs_while_closing(monkeypat
 
 
 class Noting(OneTurn):
-    """Also gives the metric `right`, the mean reward of the responses that it has scored."""
+    """An environment with the metric `right`, the mean reward of the responses that it has scored."""
 
     def step(self, message_log_batch, metadata):
         answer = super().step(message_log_batch, metadata)

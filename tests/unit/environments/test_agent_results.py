@@ -1,4 +1,4 @@
-"""What is made of an agent's errors and rewards."""
+"""Tests of an agent's errors, time limits and rewards."""
 
 import asyncio
 import math
@@ -8,7 +8,7 @@ from nemo_rl_cpp.environments.agents import AgentEnvironment, AgentResult, Agent
 
 
 class Playing(AgentEnvironment):
-    """Gives or raises what `outcome` says; without one it never ends."""
+    """An agent that returns or raises an outcome per task, or never ends if the outcome is None."""
 
     def __init__(self, *outcomes, timeout_s=60.0):
         super().__init__(4, timeout_s)

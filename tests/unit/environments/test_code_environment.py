@@ -1,4 +1,4 @@
-"""The code environment: what programs score, and why."""
+"""Tests of the code environment: scores of programs, and their reasons."""
 
 import json
 from pathlib import Path
@@ -88,7 +88,6 @@ def test_dataclass_with_postponed_annotations_runs(env):
 
 
 def test_programs_that_exit_early_or_fake_the_expected_output_score_zero(env):
-    """Programs that end early, that print what looks like success, or that equal everything."""
     truth = ["assert f(2) == 4", "assert f(3) == 9"]
     assert score(env, "import os; os._exit(0)", truth)[0] == 0.0
     assert score(env, "raise SystemExit(0)", truth)[0] == 0.0
@@ -104,7 +103,7 @@ def test_programs_that_exit_early_or_fake_the_expected_output_score_zero(env):
 
 
 def nested_finally(depth):
-    """A few kB that take a compiler 2^depth times as much: each `finally` is compiled twice."""
+    """Return a program of a few kB that a compiler expands 2^depth times, because each `finally` is compiled twice."""
     lines = [" " * i + line for i in range(depth) for line in ("try: pass", "finally:")]
     return "\n".join([*lines, " " * depth + "x=y;" * 600])
 
@@ -127,7 +126,7 @@ BOMBS = {
 @pytest.mark.slow
 @pytest.mark.timeout(120)  # half an hour was needed by a pattern that looked for the compiler's words
 def test_resource_exhausting_programs_score_zero_and_leave_the_worker_running():
-    """All on one worker: it lives on, and does not grow."""
+    """All programs run on one worker, which must survive and must not grow."""
     env = CodeEnvironment({"time_limit_s": 1.0, "total_time_limit_s": 2.0, "memory_mb": 128, "num_workers": 1})
     # it starts the worker, which takes longer than the limit on a busy machine
     score(env, "print(2 * int(input()))", DOUBLE)

@@ -1,4 +1,4 @@
-"""A trainer that is killed tells nobody; its verifiers and the programs in their sandboxes end all the same, at once."""
+"""Tests that verifier processes and sandboxed programs end when the trainer is killed."""
 
 import os
 import signal
@@ -65,7 +65,8 @@ def starter():
 
 
 def judges(pid: str) -> bool:
-    """Whether a verifier has been given its task: `HostileVerifier` names its process then."""
+    """Return whether a verifier process has received its task, for which `HostileVerifier` changes the process's
+    name."""
     try:
         return Path(f"/proc/{pid}/comm").read_text() == "judging\n"
     except OSError:
@@ -77,7 +78,7 @@ def killed(trainer):
 
 
 def stopped_and_killed(trainer):
-    """As an out-of-memory killer may meet a process that a debugger or a batch system holds."""
+    """Kill a stopped trainer, as an out-of-memory killer may."""
     os.kill(trainer.pid, signal.SIGSTOP)
     trainer.kill()
 
@@ -87,7 +88,7 @@ def left_by_an_abort(trainer):
 
 
 def its_workers_killed(trainer):
-    """What stands between the trainer and the programs goes first."""
+    """Kill the trainer's worker processes before the trainer."""
     children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()
     for child in children:
         os.kill(int(child), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The guessing game: turn by turn, and as a rollout of several turns."""
+"""Tests of the guessing game, turn by turn and as a multi-turn rollout."""
 
 import pytest
 from fakes import ByteTokenizer, FakeGeneration, prompts
@@ -30,7 +30,7 @@ def test_guess_number_environment_gives_hand_computed_hints_rewards_and_end_of_g
 
 
 def halving(prompt, key):
-    """Finds any number from 1 to 7 in three guesses."""
+    """Return the next guess of a binary search from 1 to 7, which needs at most three guesses."""
     low, high, guess = 1, 7, None
     for said in prompt[1:]:
         if said.isdigit():

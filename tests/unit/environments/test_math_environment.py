@@ -59,7 +59,7 @@ def test_math_answer_is_read_from_all_assistant_messages(env):
 
 
 def test_math_environment_counts_unparsable_ground_truths(env):
-    """math-verify's own error for a truth without a value is not one of the response."""
+    """math-verify raises for a ground truth without a value, and this error is not the response's."""
     env.pop_metrics()
     env.step(says(r"\boxed{10}", r"\boxed{None}", "10", r"\boxed{3}"), truths("", None, "}", "3"))
     assert env.pop_metrics() == {"verifier_timeouts": 0, "verifier_unmatchable_truths": 3}

@@ -1,4 +1,4 @@
-"""Environments that give their reward in parts."""
+"""Tests of environments that return reward components."""
 
 import pickle
 
@@ -68,7 +68,8 @@ def test_reward_components_keep_their_weights_if_batches_are_merged_or_pickled()
 
 
 def gdpo(*overrides):
-    """The estimator of a configuration whose reward functions `longer` and `even` weigh 0.5 and -2."""
+    """Return the GDPO estimator of a configuration whose reward functions `longer` and `even` have the weights 0.5 and
+    -2."""
     names = ", ".join(f"{__name__}.{function.__name__}" for function in (longer, even))
     section = f"++env={{reward_functions: {{functions: [{names}], weights: [0.5, -2.0], as_parts: true}}}}"
     given = ["data.train.data_path=x.jsonl", section, "grpo.adv_estimator.name=gdpo", *overrides]
@@ -76,7 +77,8 @@ def gdpo(*overrides):
 
 
 def advantages(estimator, *names):
-    """Of two samples of a group, which have 1 and 0 in the first part, 0 and 3 in the second one."""
+    """Return the advantages of a group of two samples with the rewards (1, 0) in the first and (0, 3) in the second
+    component."""
     values = (torch.tensor([1.0, 0.0]), torch.tensor([0.0, 3.0]))
     parts = {f"reward/{name}": value for name, value in zip(names, values)}
     return estimator.compute_advantage(torch.zeros(2, 1), None, torch.ones(2, 1), parts)[:, 0].tolist()
@@ -96,7 +98,7 @@ def test_gdpo_uses_the_configured_weights_of_reward_functions():
 
 
 def test_gdpo_ignores_weights_of_reward_functions_that_the_run_does_not_use():
-    """The section may be another run's, which the environment in use has nothing to do with."""
+    """The section `env.reward_functions` may be of another run, and the environment in use does not read it."""
     estimator = gdpo("data.train.env_name=math", "++env.math={num_workers: 1}")
     assert estimator.part_weights == {} and estimator.config.reward_weights is None
     assert len(advantages(estimator, "a", "b")) == 2

@@ -1,4 +1,4 @@
-"""Environments as Ray actors: the same answers, and what happens when an actor is lost."""
+"""Tests of environments in Ray actors: equal results, and lost actors."""
 
 import os
 import pickle
@@ -42,7 +42,7 @@ def same(first: EnvironmentReturn, second: EnvironmentReturn) -> bool:
 
 
 class WhereItRuns(ReverseDigitsEnvironment):
-    """Says in which folder, process and thread it is, and reads environment variables."""
+    """An environment that returns its working directory, process id, thread and environment variables."""
 
     can_be_asked_again = False
 
@@ -57,7 +57,7 @@ class WhereItRuns(ReverseDigitsEnvironment):
 
 
 def signals_itself(prompts, completions, **columns):
-    """A reward function that stops its own work by a signal, as verifiers do that have a time limit."""
+    """A reward function that sets a signal handler, as verifiers with a time limit do."""
     heard = []
     signal.signal(signal.SIGALRM, lambda *_: heard.append(1.0))
     signal.setitimer(signal.ITIMER_REAL, 0.01)
@@ -101,14 +101,13 @@ def ray():
 
 
 def pid_of(ray, env):
-    """The process of its actor; waits for one that is being started again."""
+    """Return the process id of the environment's actor; wait if the actor is being restarted."""
     return ray.get(env._actor.__ray_call__.remote(lambda _: os.getpid()), timeout=120)
 
 
 @pytest.mark.slow
 def test_environments_in_ray_actors_support_the_remote_calls_of_nemo_rl(ray):
-    """`Class.remote(cfg)`, `env.step.remote`, `ray.get`; an actor that is lost once, which begins its metrics anew; its
-    constructor's own errors."""
+    """The test includes a lost actor, whose metrics start over, and errors of the constructor."""
     here = MathEnvironment({"num_workers": 1})
     wanted, metrics = here.step(LOGS, TRUTHS, return_extracted_answer=True), here.pop_metrics()
     here.shutdown()
@@ -136,7 +135,7 @@ def test_environments_in_ray_actors_support_the_remote_calls_of_nemo_rl(ray):
 
 @pytest.mark.slow
 def test_reward_functions_run_in_the_main_thread_of_their_ray_actor(ray):
-    """Python accepts a handler of a signal in the main thread alone."""
+    """Python allows signal handlers only in the main thread."""
     functions = [f"{__name__}.{function.__name__}" for function in (signals_itself, judged_by_math_verify)]
     env = ray_environment(RewardFunctionEnvironment, ({"functions": functions},), {}, SETTINGS)
     logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": f"${i}$"}] for i in range(3)]
@@ -148,7 +147,7 @@ def test_reward_functions_run_in_the_main_thread_of_their_ray_actor(ray):
 def test_environment_in_a_ray_actor_has_working_directory_and_environment_variables_of_the_run(
     ray, tmp_path, monkeypatch
 ):
-    """Ray is already running, in another folder. The environment cannot be asked again."""
+    """Ray already runs in another folder. The environment's class does not set `can_be_asked_again`."""
     monkeypatch.chdir(tmp_path)
     given = {
         "JUDGE_KEY": "a secret key = 7\u00e4", "EMPTY": "", "OMP_NUM_THREADS": "7", "HOSTNAME": "not here", "SLURM_PROCID": "3",

@@ -1,4 +1,4 @@
-"""Reward functions: their names, their kinds, and what they may return."""
+"""Tests of reward functions: their names, kinds and return values."""
 
 import asyncio
 import math

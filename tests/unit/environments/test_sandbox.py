@@ -1,4 +1,4 @@
-"""Hostile programs: each is contained, scored 0 with its reason, and leaves no process."""
+"""Tests of hostile programs in the sandbox: each is contained, gets score 0 with a reason, and leaves no process."""
 
 import os
 import shutil
@@ -75,7 +75,7 @@ def env():
 
 @pytest.fixture(scope="module")
 def impatient():
-    """For programs that the limit of time may have to end."""
+    """Yield an environment with a short time limit, for programs that end only at the limit."""
     yield from made(2.0)
 
 
@@ -130,7 +130,7 @@ def test_files_written_by_a_sandboxed_program_do_not_exist_in_the_next_run(env):
 
 
 def interpreter_for_everyone() -> str | None:
-    """A Python of this version that any user can run."""
+    """Return the path of a Python of this version that every user may run, or None."""
     system = shutil.which("python3", path="/usr/bin:/usr/local/bin") or ""
     for name in (getattr(sys, "_base_executable", sys.executable), system):
         path = os.path.realpath(name)

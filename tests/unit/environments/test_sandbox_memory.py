@@ -1,7 +1,6 @@
-"""Ways to make the system hold memory: each stays within the limit or is refused.
+"""Tests of ways to allocate memory in the sandbox: each stays within the limit or fails.
 
-The programs say themselves how much they hold, a dot for every 256 kB, once it is held: no count of the sandbox is asked.
-"""
+The programs report how much memory they hold, a dot for every 256 kB, so the sandbox's own count is not used."""
 
 import json
 import os
@@ -159,7 +158,7 @@ for name, program in json.load(sys.stdin).items():
 
 
 def run_all(programs: dict[str, str], time_s: float, memory_mb: int = LIMIT_MB) -> dict[str, dict]:
-    """Name -> outcome, by a process of one thread."""
+    """Return {name: outcome} of programs that a single-threaded process runs in the sandbox."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(
         [sys.executable, "-c", RUN_ALL, str(time_s), str(memory_mb)], input=json.dumps({name: START + text for name, text in programs.items()}),

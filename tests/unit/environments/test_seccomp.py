@@ -1,4 +1,4 @@
-"""The system call filter, on both machines, by a reference interpreter; what it does in a kernel is test_sandbox's business."""
+"""Tests of the system call filter for both processor architectures, with a reference interpreter of BPF."""
 
 import pytest
 from nemo_rl_cpp.environments.sandbox import kernel

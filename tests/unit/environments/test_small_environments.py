@@ -91,7 +91,7 @@ def test_few_shot_examples_for_reasoning_gym_tasks_without_answers_are_an_error(
 
 @pytest.mark.slow
 def test_reasoning_gym_environment_scores_tagged_plain_and_multi_line_answers():
-    """The last three answers are a grid, a list of moves, and one of a task that has no answer of its own."""
+    """The last three answers are a grid, a list of moves, and a response to a task without a reference answer."""
     reasoning_gym = pytest.importorskip("reasoning_gym")
     entries = [reasoning_gym.create_dataset("chain_sum", size=3, seed=1)[i] for i in range(3)]
     tasks = ("letter_counting", "mini_sudoku", "rotate_matrix", "tower_of_hanoi")

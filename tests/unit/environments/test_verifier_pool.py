@@ -1,4 +1,4 @@
-"""Hostile responses: whatever they do to a verifier, they score 0, the pool goes on, and no process stays behind."""
+"""Tests of responses on which a verifier hangs or crashes: they get score 0, and no process remains."""
 
 import os
 import signal

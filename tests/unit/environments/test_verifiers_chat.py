@@ -1,4 +1,4 @@
-"""The agent that talks from this process: against a scripted model, and tools behind a real MCP server."""
+"""Tests of the in-process agent with a scripted model, and with tools of an MCP server."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ def call(name, arguments, number=0):
 
 
 class Scripted:
-    """A model that says its script, and a gate before tools that follows its own."""
+    """A fake policy server that returns the responses of `script`, and decides about tool calls as `gate` says."""
 
     def __init__(self, script, gate=()):
         self.script, self.gate = list(script), list(gate)
@@ -45,7 +45,7 @@ class Scripted:
 
 @pytest.fixture
 def launch():
-    """Lets the agent play against a script; gives what it came to, in an event loop of its own."""
+    """Return a function that runs the agent against a scripted model and returns the agent's result."""
     import uvicorn
     from mcp.server.mcpserver import MCPServer
     from nemo_rl_cpp.environments.verifiers_chat import ChatHarness, ChatHarnessConfig

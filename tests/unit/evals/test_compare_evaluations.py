@@ -1,4 +1,4 @@
-"""The saved samples of an evaluation, and evaluations side by side."""
+"""Tests of the saved samples of evaluations, and of their comparison."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from nemo_rl_cpp.evals.results import compare_evaluations, difference, is_evalua
 
 
 def samples(rewards, response="a"):
-    """Two answers to each prompt, with these rewards."""
+    """Return the samples of an evaluation with two responses per prompt and these rewards."""
     return [
         {"prompt": f"prompt {i // 2} <b>", "response": f"{response}{i}", "reward": reward, "truncated": i == 1,
          "extra_env_info": {"ground_truth": f"truth {i // 2}"}}

@@ -1,4 +1,4 @@
-"""pass@k and cons@k against the listing of all subsets, and by hand."""
+"""Tests of pass@k and cons@k against the enumeration of all subsets, and of confidence intervals."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Evaluations end to end on a tiny model."""
+"""Tests of whole evaluations of a tiny model."""
 
 import json
 
@@ -25,7 +25,7 @@ REVERSE = [
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """What a run leaves: step_2 and step_10, with different weights."""
+    """Return a folder with the checkpoints step_2 and step_10, which have different weights."""
     folder = tmp_path_factory.mktemp("run")
     for step, seed in ((2, 1), (10, 2)):
         run = tiny.make(folder / "logs", f"grpo.seed={seed}")
@@ -132,7 +132,7 @@ def test_eval_command_can_repeat_the_data_set_and_supports_dry_run(checkpoints, 
 
 
 def sums(metric, *overrides):
-    """A faked model that answers "2" or "3" to 1 + 1: right in half of the cases."""
+    """Return the evaluation of a fake model whose responses to two sums are correct in half of the cases."""
     sampled = [f"eval.metric={metric}", "eval.num_tests_per_prompt=3", "eval.k_value=3", "generation.temperature=1"]
     config = load_eval_config("evals/arithmetic_smollm2.yaml", [*sampled, *overrides])
     row = {"length": 1, "loss_multiplier": 1.0, "task_name": "arithmetic", "stop_strings": ["\n"]}
@@ -173,7 +173,7 @@ def test_majority_vote_cons_at_k_without_extracted_answers_is_an_error():
 
 @pytest.mark.parametrize("turns, score", [(3, 1.0), (2, 3 / 7), (1, 1 / 7)])
 def test_multi_turn_evaluation_scores_conversations_of_at_most_max_rollout_turns(turns, score, capsys):
-    """A player who halves the range: 4 at once, 2 and 6 with two guesses, the others with three."""
+    """The player uses binary search: one guess for 4, two for 2 and 6, three for the others."""
     path = {"?4": "+", "?4+": "6", "?4-": "2", "?4+6+": "7", "?4+6-": "5", "?4-2+": "3", "?4-2-": "1"}
     config = load_eval_config(
         "evals/reverse_digits.yaml",
@@ -204,7 +204,7 @@ def digits(completions, **columns):
 
 @pytest.mark.parametrize("as_parts", [True, False])
 def test_evaluation_applies_the_reward_weights_of_training_to_reward_components(as_parts):
-    """As in training: a response with both parts right has 0.9 + 0.1, which is right."""
+    """As in training, a response that gets both components has reward 0.9 + 0.1 and is correct."""
     environment = RewardFunctionEnvironment([long, digits], [0.9, 0.1], as_parts=as_parts)
     config = load_eval_config("evals/eval.yaml", ["generation.model_name=none", *REVERSE])
     answers = {"a": "123", "b": "abc", "c": "1"}

@@ -1,4 +1,4 @@
-"""The trackers: wandb for real (offline), the others against mocks."""
+"""Tests of experiment trackers: wandb in offline mode, the others with fakes."""
 
 import posixpath
 import re
@@ -21,7 +21,8 @@ def config(tmp_path, **extra):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Replaces a tracker's package by a mock, whose `run` is the run that `init` starts."""
+    """Return a function that replaces a tracker's package by a mock. `run` of the mock is the run that `init`
+    starts."""
 
     def install(name):
         module = MagicMock()
@@ -108,7 +109,7 @@ def test_swanlab_and_trackio_receive_metrics_and_hyperparameters(tmp_path, fake)
 
 
 def check_name(name):
-    """Raise RuntimeError for a name that MLflow 3 refuses."""
+    """Raise RuntimeError for a name that MLflow 3 rejects."""
     normal = posixpath.normpath(name)
     if not re.fullmatch(r"[/\w.\- :]+", name) or len(name) > 250 or normal != name or normal[0] in "/.":
         raise RuntimeError(f"Invalid value {name!r}")
@@ -116,7 +117,7 @@ def check_name(name):
 
 @pytest.fixture
 def mlflow(monkeypatch):
-    """MLflow with runs in memory: refuses the names that MLflow 3 refuses, and other values of a parameter."""
+    """Return a fake MLflow with runs in memory. Like MLflow 3 it rejects invalid names and changed parameters."""
     module = MagicMock(runs=[], uri=None, used=set(), active_run=lambda: None)
 
     def start_run(run_id=None, tags=None, **_):

@@ -21,13 +21,13 @@ def rows(path):
 
 
 def steady_rows(path):
-    """What does not depend on time, of every row that holds such a thing."""
+    """Return the rows of a metrics.jsonl without times."""
     kept = [{name: v for name, v in row.items() if not name.startswith("timing/")} for row in rows(path)]
     return [row for row in kept if set(row) != {"step"}]
 
 
 def events(folder):
-    """(tag, step, value) of every scalar, in file order, read with another project's message classes."""
+    """Return (tag, step, value) of every scalar in the event files of a folder, in file order."""
     found = []
     for path in sorted(folder.glob("events.out.tfevents.*")):
         for _, event in tb_events.records(path.read_bytes()):
@@ -172,7 +172,7 @@ def test_log_folders_of_experiments_are_numbered_consecutively(tmp_path):
 
 
 def _run_of(folder, base, log_dir=None, step=2):
-    """A run that saves into `folder` and logs below `base`: its log folder and its checkpoint."""
+    """Log and save a run below `base` and in `folder`. Return (its log folder, its checkpoint)."""
     manager = CheckpointManager({"checkpoint_dir": str(folder)})
     log_dir = log_dir or get_next_experiment_dir(str(base))
     with Logger({"log_dir": log_dir}) as logger:
@@ -199,7 +199,7 @@ def test_resumed_run_whose_folders_were_moved_logs_into_the_moved_log_folder(tmp
 
 
 def test_run_resumed_from_a_copied_checkpoint_does_not_modify_logs_of_the_original_run(tmp_path, capsys):
-    """The folder that training_info.json names is never followed: neither into another log_dir nor within the same one."""
+    """The log folder that training_info.json names is not used, neither with another log_dir nor with the same one."""
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     copy, link = tmp_path / "branch" / checkpoint.name, tmp_path / "linked" / checkpoint.name
     shutil.copytree(checkpoint, copy)
@@ -220,7 +220,7 @@ def test_resumed_run_with_a_changed_log_dir_prints_that_the_earlier_logs_are_mis
 
 
 def test_resumed_run_does_not_log_into_the_log_folder_of_a_different_run(tmp_path):
-    """Its owner is gone, but it is not this run's: its number is another one."""
+    """The owner's checkpoint folder is gone, but the ledger has another run number."""
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     _run_of(tmp_path / "gone", tmp_path / "logs2")
     shutil.rmtree(tmp_path / "gone")

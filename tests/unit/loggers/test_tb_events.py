@@ -1,4 +1,4 @@
-"""Event files: every kind of value, cutting back, torn records."""
+"""Tests of TensorBoard event files: kinds of values, and incomplete records."""
 
 import math
 

@@ -4,7 +4,7 @@ from nemo_rl_cpp.metrics.timer import TimeoutChecker, Timer, convert_to_seconds
 
 
 class Clock:
-    """A clock that only moves when told to."""
+    """A clock that moves only when `wait` is called."""
 
     def __init__(self, monkeypatch):
         self.now = 100.0

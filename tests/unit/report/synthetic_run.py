@@ -1,4 +1,4 @@
-"""Writes the log folder of a synthetic run in the format of a real one, for tests and to look at the report."""
+"""Write the log folder of a synthetic run in the format of a real one."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""The report in a real browser, Chromium: where it is not installed, these tests are skipped."""
+"""Tests of the report in Chromium. They are skipped if it is not installed."""
 
 import json
 import sys
@@ -38,7 +38,8 @@ def write(folder, status):
 
 
 def saved(browser, script):
-    """The text of the file that a click on something saves."""
+    """Return the content of the file that the page saves when `script` clicks a button (of a picture, its size in
+    bytes)."""
     browser.ask("window.kept = null; window.saveFile = (name, content) => { window.kept = [name, content]; }")
     browser.ask(script)
     browser.wait("window.kept !== null")

@@ -1,4 +1,4 @@
-"""Each finding has a history that triggers it and one, as close as makes sense, that does not."""
+"""Tests of each report warning, with metrics that cause it and similar ones that do not."""
 
 import math
 import random
@@ -113,7 +113,7 @@ def settings(**sections):
 
 
 def silent(given=SETTINGS, steps=4, **metrics):
-    """A run without a gradient, with these metrics at every step."""
+    """Return the metrics of a run without gradients, with `metrics` at every step."""
     row = dict.fromkeys(("grad_norm", "advantages/min", "advantages/max", "reward"), 0.0) | {"groups/pct_equal": 100.0}
     row = {f"train/{name}": value for name, value in (row | metrics).items()}
     return MetricHistory([{"step": step, **row} for step in range(1, steps + 1)], given)

@@ -21,7 +21,7 @@ VOID = {"wbr", "meta", "link", "br", "img", "input", "hr"}
 
 
 class Checker(HTMLParser):
-    """Checks that tags nest, and collects texts, ids and everything that could fetch something."""
+    """A parser that asserts that HTML tags nest, and collects texts, ids, and attributes that could load a file."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +125,7 @@ def test_html_and_scripts_in_logged_text_are_escaped_in_the_report(tmp_path):
 
 
 def test_report_replaces_lone_surrogates_in_text_and_folder_names(tmp_path):
-    """Half of an emoji, as data sets that were cut hold it; and a folder whose name is no UTF-8."""
+    """The text has half of an emoji, as in truncated data, and the folder's name is not UTF-8."""
     folder = tmp_path / "run\udcff"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.25}\n')

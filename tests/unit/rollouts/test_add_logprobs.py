@@ -1,4 +1,4 @@
-"""Which log-probabilities are computed before training, and which are left out."""
+"""Tests of which log-probabilities are computed before training."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ def batch(versions=(5, 5)):
 
 
 def add(policy, data, kl=0.0, threshold=None, age=0, estimator="grpo", **loss):
-    """Add what a run with these settings needs, at version 5 of the weights."""
+    """Add the log-probabilities that a run with these settings needs, at version 5 of the weights."""
     loop = SimpleNamespace(
         seq_logprob_error_threshold=threshold, trajectory_age=age, adv_estimator=SimpleNamespace(name=estimator)
     )

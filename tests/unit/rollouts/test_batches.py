@@ -1,4 +1,4 @@
-"""The typed batches of a step: fields by name, errors by name, and the same as a mapping for losses and estimators."""
+"""Tests of the batches of a step: attributes, missing fields, and access as a mapping."""
 
 import pytest
 import torch

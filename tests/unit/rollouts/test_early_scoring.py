@@ -1,4 +1,4 @@
-"""Scoring beside generation gives what scoring afterwards gives, and begins earlier."""
+"""Tests of scoring during generation: the result equals that of scoring afterwards."""
 
 import threading
 
@@ -12,7 +12,7 @@ TOKENIZER = ByteTokenizer()
 
 
 class Lengths(EnvironmentInterface):
-    """Reward: the length of the response. Keeps what it was asked."""
+    """An environment whose reward is the length of the response, and which records its calls."""
 
     scores_rows_alone = True
 
@@ -39,7 +39,8 @@ class Together(Lengths):
 
 
 class ReportingGeneration(FakeGeneration):
-    """Tells of some rows before it returns, in the order given, and waits for `between` after each."""
+    """A fake engine that reports the rows `early` as finished before it returns, and calls `between` after each
+    report."""
 
     reports_finished = True
 

@@ -1,4 +1,4 @@
-"""Prompts of a run: repetition, draw ids, epochs."""
+"""Tests of the source of prompts: repetition, draw ids and epochs."""
 
 import pytest
 from fakes import prompts

@@ -102,7 +102,7 @@ def test_conversation_continues_after_a_response_truncated_at_max_new_tokens():
 
 
 class Fixed(EnvironmentInterface):
-    """Rewards from the row's own information, as components where there are some."""
+    """An environment that returns the reward, or the reward components, in the metadata of each row."""
 
     def step(self, message_log_batch, metadata):
         assert all(set(m) == {"role", "content"} for log in message_log_batch for m in log)
@@ -155,7 +155,7 @@ def test_rollout_metrics_of_several_environments_are_prefixed_with_the_task_name
 
 
 class Actor:
-    """A handle as Ray's: its methods only start calls, and it has no other attributes."""
+    """A handle like Ray's: its methods only start calls, and it has no other attributes."""
 
     def __init__(self, instance):
         for name in ("step", "pop_metrics"):
@@ -203,7 +203,6 @@ def test_names_of_reward_components_get_the_reward_prefix_only_once():
     ),
 ])  # fmt: skip
 def test_correct_answer_to_a_row_of_each_data_set_gets_full_reward_from_its_environment(section, env):
-    """What the data sets put into a row is what the environments read from it."""
     if env == "reasoning_gym":
         pytest.importorskip("reasoning_gym")
     from nemo_rl_cpp.data.dataloader import rl_collate_fn
@@ -224,7 +223,8 @@ def test_correct_answer_to_a_row_of_each_data_set_gets_full_reward_from_its_envi
 
 
 class Unsure(EchoEnvironment):
-    """Says of each conversation what its row `masks` has for the turn, where it has anything."""
+    """An environment that sets `mask_sample` to the next value of the list `masks` in a row's metadata, unless it is
+    None."""
 
     def step(self, message_log_batch, metadata):
         answer = super().step(message_log_batch, metadata)

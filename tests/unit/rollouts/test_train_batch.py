@@ -1,4 +1,4 @@
-"""Conversations to training tensors."""
+"""Tests of the conversion of conversations to training batches."""
 
 import torch
 from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
@@ -13,7 +13,8 @@ def message(role, ids, logprobs=None):
 
 
 def samples():
-    """Two samples: one with two sampled turns and an observation; one with a scripted assistant message in the prompt."""
+    """Return two samples: one with two sampled responses and an observation between them, one with a scripted assistant
+    message in its prompt."""
     logs = [
         [
             message("user", [1, 2]),

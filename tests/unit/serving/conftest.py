@@ -1,4 +1,4 @@
-"""One server of a tiny model for the tests of this folder."""
+"""Fixtures: one server of a tiny model for the tests of this folder."""
 
 import httpx
 import pytest

@@ -1,4 +1,4 @@
-"""Conversations as token ids, text streams and tool calls."""
+"""Tests of conversations as token ids, of streamed text and of tool calls."""
 
 import json
 
@@ -30,7 +30,7 @@ def ids_of(tokenizer, text):
 
 
 def pieces_of(tokenizer, ids, **how):
-    """The pieces of text of a stream that gets one token at a time."""
+    """Return the pieces of text that a stream yields if it gets one token at a time."""
     stream = TextStream(tokenizer, **how)
     return [piece for n, token in enumerate(ids) for piece in stream.push([token], last=n == len(ids) - 1)]
 
@@ -44,7 +44,7 @@ def messages(*pairs):
 
 
 def test_chat_prompt_of_a_later_turn_contains_the_sampled_token_ids_of_earlier_responses(tokenizer):
-    """The answer was sampled in other pieces than the tokenizer makes of its text."""
+    """The response was sampled as other tokens than the tokenizer makes of its text."""
     user, answer, end = ("user", "what is"), "there", tokenizer.eos_token_id
     sampled = [i for letter in answer for i in ids_of(tokenizer, letter)]
     assert sampled != ids_of(tokenizer, answer)
@@ -152,7 +152,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "</tool_call><think>"}}\
 ])  # fmt: skip
 @pytest.mark.parametrize("special", [(), MARKS])
 def test_server_ignores_tool_calls_within_thinking_tags(text, thinks, rest, special):
-    """`rest`: what is left of the text beside a call; None: there is no call. The marks may be special tokens."""
+    """`rest` is the text without the tool call; None if there is no call. The tags may be special tokens."""
     template = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}") if thinks else TEMPLATE
     made = made_tokenizer(template, special)
     model, ids = model_of(made), [*ids_of(made, text), made.eos_token_id]
@@ -182,7 +182,7 @@ def test_stop_strings_of_run_and_request_both_end_a_served_response(tokenizer, k
 
 
 def test_served_top_logprobs_keep_different_tokens_that_decode_to_the_same_text():
-    """Both spell "t": the letter, and the byte of it; a mark of a word's beginning is a space."""
+    """Both a letter token and a byte token spell "t"; the mark of a word's beginning spells a space."""
     backend = byte_fallback()
     letter, byte, word = (backend.token_to_id(token) for token in ("t", "<0x74>", "\u2581t"))
     model = ServedModel(("m",), Tokenizer(backend, {}), None, 999, 512, (), None)

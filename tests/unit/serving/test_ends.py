@@ -1,4 +1,4 @@
-"""What ends when something is broken: no server without its threads, no wait without a deadline."""
+"""Tests of a server whose engine hangs, whose threads end, or that cannot start."""
 
 import threading
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from nemo_rl_cpp.serving.http_server import listen, wait_for_end
 
 
 class Stuck:
-    """An engine whose step does not end before `go`."""
+    """A fake engine whose step does not end before `go` is set."""
 
     used_blocks = num_blocks = generated_tokens = 0
 

@@ -1,4 +1,4 @@
-"""Huge, malformed, slow and cut-off requests get a clear refusal or none, and leave the server serving."""
+"""Tests of huge, malformed, slow and incomplete requests: they get an error, and the server continues."""
 
 import contextlib
 import json
@@ -138,7 +138,6 @@ def test_request_gets_status_503_if_the_queue_is_full_and_400_if_the_request_is_
 
 
 def test_rejected_request_does_not_change_the_samples_of_a_later_valid_request(server, http):
-    """A client that tries again gets the tokens that it would have got."""
 
     def ask(key):
         body = {"prompt": "Hello", "max_tokens": 12, "temperature": 1, "rollout_key": key, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""The likeliest tokens beside each sampled one, against the trainer's scores of every token of the vocabulary."""
+"""Tests of served `top_logprobs`, against the trainer's log-probabilities of the whole vocabulary."""
 
 import json
 
@@ -17,7 +17,7 @@ def tokenizer(folder):
 
 
 def scores(folder, tokenizer, before, temperature):
-    """log pi(v | before) of every token v, as training computes it: a row for each."""
+    """Return the log-probability of every token of the vocabulary after `before`, as training computes it, [V]."""
     generation = {"max_new_tokens": 16, "temperature": temperature}
     config = PolicyConfig(
         model_name=str(folder), precision="float32", max_total_sequence_length=512, generation=generation

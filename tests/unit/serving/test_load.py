@@ -1,4 +1,4 @@
-"""What a server can hold: the length of sequences that the cache allows is known before the first request."""
+"""Tests of the sequence length that a server's KV cache allows."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from served import make_folder
 
 
 class Runner(C.ModelRunner):
-    """Of blocks with 16 tokens in 1000 bytes."""
+    """A fake model runner whose KV-cache blocks hold 16 tokens in 1000 bytes."""
 
     def block_size(self):
         return 16

@@ -1,4 +1,4 @@
-"""OpenAI's client against the server: optional fields null, absent and set; earlier answers given back; several prompts."""
+"""Tests of OpenAI's Python client with the server."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def client(server):
 
 
 def answer(client, route, **fields):
-    """What a request is answered, without what differs from request to request."""
+    """Return the response to a request, without its id and time of creation."""
     if route == "chat":
         ask = {"model": "tiny", "messages": MESSAGES, "seed": 4, "max_tokens": 12} | fields
         if fields.get("max_completion_tokens"):

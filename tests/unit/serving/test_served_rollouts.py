@@ -1,4 +1,4 @@
-"""What a rollout's calls come to, and which draws they get."""
+"""Tests of the training data and the sampling seeds of served rollouts."""
 
 from itertools import permutations
 
@@ -75,7 +75,7 @@ def test_responses_of_a_served_training_rollout_are_limited_to_max_new_tokens_of
 
 
 def test_server_rejects_requests_of_an_ended_rollout_and_does_not_reuse_its_key():
-    """Validations repeat their rollouts: the draws are the same, the keys are not."""
+    """A repeated validation gets the same sampling seeds under new keys."""
     rollouts, sampling = Rollouts(1), Sampling(1.0, 1.0, 0)
     first = rollouts.register("0-val-0-1", 1, sampling, "val-0-1")
     rollout = rollouts.find(first)

@@ -1,4 +1,4 @@
-"""The server's answers against the library's, whatever else it does at the same time."""
+"""Tests of served responses against those of the Python API, also with concurrent requests."""
 
 import json
 import socket
@@ -22,7 +22,7 @@ def post(http, route, **body):
 
 
 def events(http, route, **body):
-    """The events of a stream."""
+    """Return the events of a streamed response."""
     with http.stream("POST", route, json=body | {"stream": True}) as answer:
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
@@ -106,7 +106,7 @@ def test_generate_route_of_the_server_accepts_and_returns_token_ids(http, server
 
 
 def generated(http, server, **params):
-    """An answer of vLLM's route, and its stream."""
+    """Return (the response, the events of the streamed response) of vLLM's route /inference/v1/generate."""
     ids = server.model.tokenizer("The answer is", add_special_tokens=False)["input_ids"]
     ask = {"token_ids": list(ids), "return_token_ids": True, "sampling_params": {"max_tokens": 20, "seed": 9, **params}}
     answer = post(http, "/inference/v1/generate", **ask)

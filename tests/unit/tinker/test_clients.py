@@ -1,4 +1,4 @@
-"""The clients in this process: the SDK's calls on the same models as the server's, without HTTP."""
+"""Tests of Tinker's clients in this process, on the same models as the server's."""
 
 import asyncio
 import random
@@ -60,7 +60,7 @@ def gradient_of(client: TrainingClient) -> torch.Tensor:
 
 
 def away_from_zero(client: TrainingClient) -> None:
-    """One step, so that B is not 0 and A has a gradient."""
+    """Make one optimizer step, so that B is not 0 and A has a gradient."""
     client.forward_backward([Datum(TOKENS[:-1], {"target_tokens": TOKENS[1:], "weights": WEIGHTS})], "cross_entropy")
     client.optim_step(AdamParams(learning_rate=1e-2)).result()
 
@@ -206,7 +206,7 @@ Result = list[float] | list[list[int]]
 
 
 def tenant(client: TrainingClient, number: int) -> Iterator[Result]:
-    """Train and sample; yields each result when it is there."""
+    """Train and sample in three steps, and yield each result."""
     for step in range(3):
         tokens = [3 + number, 4 + step, 5, 6, 3]
         data = Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": [1.0] * 4})
@@ -381,7 +381,7 @@ def test_model_of_a_lora_rank_is_freed_when_no_tinker_client_uses_that_rank(serv
 
 
 def answers_to(prompt: list[int], answers: list[tuple[list[int], float]]) -> list[Datum]:
-    """A datum for each answer (tokens, advantage), whose advantages are 0 in the prompt."""
+    """Return a datum for each response (tokens, advantage) to a prompt. Advantages are 0 in the prompt."""
     data = []
     for answer, advantage in answers:
         tokens, empty = prompt + answer, [0.0] * (len(prompt) - 1)

@@ -1,4 +1,4 @@
-"""Two hundred hostile or broken requests, and clients that go away."""
+"""Test of 200 invalid requests and disconnecting clients."""
 
 import json
 import random
@@ -17,7 +17,7 @@ NASTY = [
 
 
 def templates(model: str, seq: int) -> dict[str, dict]:
-    """A valid body for each route."""
+    """Return a valid request body for each route."""
     session = model.partition(":")[0]
     of_model = {"model_id": model, "seq_id": seq}
     sampled = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [3, 4, 5]}]}, "num_samples": 2, "seq_id": seq}
@@ -42,7 +42,7 @@ def templates(model: str, seq: int) -> dict[str, dict]:
 
 
 def broken(body: dict, rng: random.Random) -> dict:
-    """A copy of a body in which one value, somewhere inside, is missing or something else."""
+    """Return a copy of a body in which one value is missing or replaced."""
     body = json.loads(json.dumps(body))
     holder, key = body, rng.choice(list(body))
     while isinstance(holder[key], (dict, list)) and holder[key] and rng.random() < 0.8:
@@ -57,7 +57,7 @@ def broken(body: dict, rng: random.Random) -> dict:
 
 
 def broken_message(model: str, seq: int, rng: random.Random) -> bytes:
-    """A forward_backward message with some bytes changed, or cut off."""
+    """Return a forward_backward message with some bytes changed or cut off."""
     body = bytearray(forward_backward(model, seq, [datum([3, 4, 5, 6], 1), datum([7, 8, 9], 1)]))
     for _ in range(rng.randint(1, 6)):
         body[rng.randrange(len(body))] = rng.randrange(256)
@@ -65,7 +65,7 @@ def broken_message(model: str, seq: int, rng: random.Random) -> bytes:
 
 
 def leave(url: str, route: str, body: bytes, keep: int) -> None:
-    """Begin a request, send `keep` bytes of its body, and go away without reading an answer."""
+    """Begin a request, send `keep` bytes of its body, and disconnect without reading the response."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         head = f"POST /api/v1/{route} HTTP/1.1\r\nhost: x\r\nx-api-key: {KEY}\r\ncontent-type: application/json\r\n"

@@ -1,4 +1,4 @@
-"""Requests that come twice, out of order or broken, and a server that is killed."""
+"""Tests of requests that arrive twice, out of order or damaged, and of a killed server."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def served(tmp_path_factory):
 
 
 def post(url: str, route: str, body: object, content_type: str = "application/json") -> tuple[int, dict]:
-    """A request without the SDK. Returns status and answer."""
+    """Send a request without the SDK, and return (status, response body)."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": content_type, "x-api-key": KEY}
     answer = httpx.post(f"{url}/api/v1/{route}", content=data, headers=headers, timeout=60)

@@ -1,4 +1,4 @@
-"""Tinker's SDK from PyPI trains and samples against our server."""
+"""Tests of Tinker's SDK from PyPI with this package's server."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def new_client(sdk: tinker.ServiceClient, seed: int = 1, rank: int = 4) -> Clien
 
 
 def datum(tokens: list[int], prompt: int, **inputs: list[float]) -> types.Datum:
-    """A sequence whose loss is on the tokens behind the prompt."""
+    """Return a sequence whose loss counts the tokens after the first `prompt` tokens."""
     weights = [0.0] * (prompt - 1) + [1.0] * (len(tokens) - prompt)
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
@@ -45,7 +45,7 @@ def datum(tokens: list[int], prompt: int, **inputs: list[float]) -> types.Datum:
 
 
 def of_samples(prompt: list[int], sequences: list, advantages: list[float]) -> list[types.Datum]:
-    """What an RL loop trains on."""
+    """Return the training data of an RL loop: the sampled sequences with their log-probabilities and advantages."""
     empty = [0.0] * (len(prompt) - 1)
     data = []
     for s, a in zip(sequences, advantages):
@@ -75,7 +75,7 @@ def test_training_and_sampling_logprobs_of_a_tinker_model_are_equal(sdk, how):
 
 
 def rl_loop(client: Client, steps: int) -> list[float]:
-    """Raise the share of tokens below 100 in answers. Return the mean reward of each step."""
+    """Train a model to sample tokens below 100, and return the mean reward of each step."""
     prompt, rewards = [3, 4, 5], []
     for step in range(steps):
         sampler = client.save_weights_and_get_sampling_client().result()

@@ -1,4 +1,4 @@
-"""Checkpoints on disk, after a process was killed at any point of a save or a deletion."""
+"""Tests of the checkpoint folder after a process was killed while it saved or deleted."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ PLACE = Place("s:train:0", "weights", "x")
 
 
 class Killed(BaseException):
-    """A process that ends here, without cleaning up."""
+    """Raised to simulate a process that is killed, without any cleanup."""
 
 
 def saved(store: Store) -> str | None:

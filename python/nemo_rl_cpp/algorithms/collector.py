@@ -96,7 +96,7 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
         self.close(wait=not isinstance(error, KeyboardInterrupt))
 
     def refresh(self, timer: Timer) -> dict[str, float | str | None]:
-        """Copy the current weights to the engine, prepare it for generation, and return the refit's metrics."""
+        """Copy the current weights to the engine, prepare it for generation, and return the metrics of the copy."""
         with timer("prepare_for_generation/total"):
             metrics = self.refit.sync_weights(timer=timer)
             self.generation.prepare_for_generation()
@@ -151,7 +151,8 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
 
 
 def oldest_versions(logs: list[LLMMessageLogType], version: int) -> torch.Tensor:
-    """Return int64 [B]: the oldest weights that sampled a token of each conversation (default: `version`)."""
+    """Return int64 [B]: for each conversation the oldest version of the weights that sampled one of its tokens. The
+    default is `version`."""
     of_messages = [[int(m["token_versions"].min()) for m in log if len(m.get("token_versions", ()))] for log in logs]
     return torch.tensor([min(versions, default=version) for versions in of_messages])
 
@@ -189,7 +190,8 @@ class Meeting:
         self.given.result()
 
     def pass_by(self) -> None:
-        """Record that the batch has ended, so that the trainer does not wait for its generation to pause."""
+        """Record that the generation of the batch has ended without a pause, so that the trainer does not wait for
+        one."""
         if not self.reached.done():
             self.reached.set_result(False)
 
@@ -260,8 +262,8 @@ class AsyncCollector(RolloutCollector):
         return self._threads.submit(job)
 
     def _batch_of(self, step: int, version: int, meeting: Meeting | None) -> Collected | None:
-        """Return the batch of `step` (from 0), or None if the run ends before it. At `meeting` its generation pauses
-        once for new weights. Called in the order of steps."""
+        """Generate and return the batch of the training step `step` (from 0), or return None if the run ends before
+        this step. If `meeting` is given, generation pauses there once for new weights. Called in the order of steps."""
         state, timer = self.state, Timer()
         steps_end = state.max_num_steps is not None and step >= state.max_num_steps
         epochs_end = state.max_num_epochs is not None and self._epochs_drawn >= state.max_num_epochs

@@ -75,7 +75,8 @@ class Shape:
         return cls(loop.num_prompts_per_step, loop.num_generations_per_prompt, prompt, new)
 
     def in_micro_batches(self, model: TrainedModelConfig) -> Shape:
-        """Return the shape of training: a prompt counts once per micro-batch that has responses to it."""
+        """Return the shape of training `model`, in which a prompt is computed once per micro-batch with responses to
+        that prompt."""
         budget = next((each for each in (model.sequence_packing, model.dynamic_batching) if each.enabled), None)
         rows = model.train_micro_batch_size if budget is None else (budget.train_mb_tokens - self.prompt) // self.new
         parts = ceil(self.responses / max(1, rows if model.share_prompt_prefix else 1))

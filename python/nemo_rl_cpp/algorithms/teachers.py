@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def check_vocabulary(tokenizer: TokenizerType, teacher: str, key: str) -> None:
     """Raise ValueError, naming the key `key`, unless the teacher (a model name or folder) has the policy's vocabulary,
-    because it scores the policy's token ids."""
+    because teachers score the policy's token ids."""
     if teacher == TINY_RANDOM:  # tiny-random has no tokenizer
         return
     if Tokenizer.from_pretrained(teacher, section=key).get_vocab() != tokenizer.get_vocab():

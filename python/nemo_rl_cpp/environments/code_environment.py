@@ -27,10 +27,11 @@ class CodeEnvMetadata(TypedDict):
 
 
 class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
-    """An environment that runs each response's program in a sandbox (see `docs/guides/environments.md`) and rewards it
-    by the tests that it passes, after generation has ended, which programs would slow down. The constructor raises
-    SandboxUnavailableError if this machine cannot isolate programs. Metrics: also `num_<reason>`, the programs that
-    failed for this reason (see `CodeVerifyWorker`). `answers` are results, such as `passed`."""
+    """An environment that runs each response's program in a sandbox (see `docs/guides/environments.md`) and gives a
+    reward by the tests that the program passes. Programs run after generation has ended, because they would slow
+    generation down. The constructor raises SandboxUnavailableError if this machine cannot isolate programs. Metrics:
+    also `num_<reason>`, the programs that failed for this reason (see `CodeVerifyWorker`). `answers` are results, such
+    as `passed`."""
 
     def __init__(self, cfg: CodeEnvConfig | None = None) -> None:
         cfg = as_model(cfg or {}, CodeEnvConfig, "env.code")

@@ -151,7 +151,8 @@ class _Servers:
         return f"NeMo Gym has ended (log: {self._log}): {' | '.join(last_lines(self._log)) or 'it printed nothing'}"
 
     def end(self) -> None:
-        """Close NeMo Gym's standard input, upon which it ends its servers. After 60 seconds it is killed."""
+        """Close the standard input of NeMo Gym's process, which then ends its servers. Kill the process after 60
+        seconds."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:

@@ -59,10 +59,10 @@ class SingleTurnEnvironment(EnvironmentInterface[MetadataT]):
 
 
 class VerifyingEnvironment(SingleTurnEnvironment[MetadataT]):
-    """The base class of environments that score responses with a `VerifierPool`, with metrics of responses that got
-    score 0 because the verifier failed: it missed its deadline (`verifier_timeouts`), ended (`verifier_crashes`), or
-    read no response above `max_answer_chars` (`verifier_oversized`); all of these count in the first; and because of
-    their truth (`verifier_unmatchable_truths`). Only the first is logged if 0."""
+    """The base class of environments that score responses with a `VerifierPool`. Metrics count the responses that got
+    score 0 because the verifier failed (`verifier_timeouts`), among them those whose worker ended (`verifier_crashes`)
+    and those longer than `max_answer_chars` (`verifier_oversized`), and those whose ground truth nothing can match
+    (`verifier_unmatchable_truths`). Only the first is logged if 0."""
 
     can_be_asked_again = True
 

@@ -148,8 +148,8 @@ class HFVerifyWorker(VerifierBase):
 
     @staticmethod
     def shortcut(response: str, ground_truth: str, math_verify_impl: str = "hf_math_verify") -> Verdict | None:
-        r"""Return the verdict without a worker if it is certain: the ground truth is an integer, and the only LaTeX of
-        the response is one `\boxed{integer}`. Otherwise return None."""
+        r"""Return the verdict without a worker process if the ground truth is an integer, and the only LaTeX of the
+        response is one `\boxed{integer}`, because the verdict is then certain. Otherwise return None."""
         if math_verify_impl != "hf_math_verify" or not _PLAIN_INTEGER.fullmatch(ground_truth):
             return None
         if len(response) > 100_000 or response.count("\\") != 1 or response.count("{") != 1 or response.count("}") != 1:

@@ -74,7 +74,8 @@ class TrackerLogger(LoggerInterface):
         `step` and the current tracker run has later steps, which no tracker can remove."""
 
     def accepted(self, name: str) -> str:
-        """Return a metric's name as the tracker allows it: cut to length, with forbidden characters as `_`."""
+        """Return a metric's name in the form that the tracker allows: cut to length, with forbidden characters as
+        `_`."""
         return re.sub(self.refused, "_", name)[:_LONGEST_NAME]
 
     @abstractmethod
@@ -251,7 +252,8 @@ class MLflowLogger(TrackerLogger):
         self._use(run, step=None)
 
     def accepted(self, name: str) -> str:
-        """Return a metric's name as MLflow allows it, with `_` for special characters and for empty or dotted parts."""
+        """Return a metric's name in the form that MLflow allows, with `_` for special characters and for empty or
+        dotted parts."""
         parts = [part if part.strip(".") else part.replace(".", "_") or "_" for part in name.split("/")]
         return super().accepted("/".join(parts)).rstrip("/")
 

@@ -31,7 +31,7 @@ class Timer:
 
     @contextmanager
     def time(self, label: str) -> Iterator[None]:
-        """Measure the seconds of the `with` block, even if it raises."""
+        """Measure the seconds of the `with` block, also if the block raises an exception."""
         stack = self._local.__dict__.setdefault("stack", [])
         depth, in_step = sum(other != TOTAL for other in stack), TOTAL in stack
         stack.append(label)
@@ -97,8 +97,9 @@ def convert_to_seconds(time_string: str) -> int:
 
 
 class TimeoutChecker:
-    """A checker that reports once that the run must save and end: because the duration `timeout` (`DD:HH:MM:SS`, None:
-    no limit) since this object's creation is over, or another step as slow as the slowest so far would exceed it."""
+    """A checker of a run's time limit. It reports once that the run must save and end, when the duration `timeout`
+    (`DD:HH:MM:SS`, None: no limit) since its creation is over, or when one more step as slow as the slowest would
+    exceed the limit."""
 
     def __init__(self, timeout: str | None) -> None:
         self.limit = float("inf") if timeout is None else float(convert_to_seconds(timeout))

@@ -277,7 +277,8 @@ class Conversations:
 
     def finish(self) -> DatumBatch:
         """Return the batch with `total_reward`, `reward/<component>`, `truncated` and the last `stop_strings`, and with
-        `mask_sample` bool [B] if an environment set it. Active conversations have reached the turn limit."""
+        `mask_sample` bool [B] if an environment gave this flag. Conversations that are still active count as having
+        reached the turn limit."""
         for row in self.active:
             self.stats[row].max_turns_reached = True
         self.batch["extra_env_info"] = self.extra_env_info

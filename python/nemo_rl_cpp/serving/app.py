@@ -211,8 +211,8 @@ class Service:
         return JSONResponse(await asyncio.to_thread(answer.whole, header, conversation.samples), headers=headers)
 
     def draw(self, prompt: list[int], seed: int | None, rollout: Rollout | None) -> Draw:
-        """Return what seeds the sampling of the responses to `prompt`: in a rollout the run's seed and the rollout;
-        otherwise `seed`, random if it is None."""
+        """Return the seed for sampling the responses to `prompt`. In a rollout it follows from the run's seed, the
+        rollout and the prompt; otherwise it is `seed`, or random if `seed` is None."""
         if rollout is not None:
             return self.model.rollouts.draw(rollout, prompt, seed)
         seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed

@@ -96,9 +96,9 @@ class Rollouts:
             return found
 
     def draw(self, rollout: Rollout, prompt_ids: list[int], seed: int | None) -> Draw:
-        """Return the sampling seed for the rollout's next response to this prompt: it depends on the run's seed, the
-        rollout, the prompt, and the smallest response index not yet used for it. So a repeated rollout gets the same
-        samples, in whatever order concurrent requests arrive."""
+        """Return the sampling seed for the rollout's next response to this prompt. The seed depends on the run's seed,
+        the rollout, the prompt, and the smallest response index not yet used for the prompt. So a repeated rollout gets
+        the same samples, in whatever order concurrent requests arrive."""
         prompt = _digest_of(rollout, prompt_ids)
         with self._lock:
             drawn = rollout.drawn.setdefault(prompt, set())

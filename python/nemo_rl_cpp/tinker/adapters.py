@@ -421,8 +421,8 @@ def _of_rows(rows: Sequence[Row], scored: Tensor) -> list[Tensor]:
 
 
 def _inputs_of(rows: Sequence[Row], config: dict[str, float]) -> dict[str, Tensor]:
-    """Return each input of the loss for all targets in order, with numbers of `config` for rows that lack it, and
-    `row`, the index of each target's row."""
+    """Return each input of the loss for the targets of all rows, concatenated: the row's input, or else the number in
+    `config`. Add `row`, the index of each target's row."""
     sizes = [row.targets.numel() for row in rows]
     names = {name for row in rows for name in row.inputs} | set(config)
     found = {

@@ -83,7 +83,7 @@ class Routes:
     # ---- futures
 
     async def retrieve_future(self, request: Request) -> Response:
-        """Wait for the result of a request and return it, or `try_again` if it takes long."""
+        """Return the result of a request, or `try_again` if it is not complete within 20 seconds."""
         request_id = (await self._body(request, types.FutureRetrieveRequest)).request_id
         future = self.service.worker.futures.get(request_id)
         if future is None:

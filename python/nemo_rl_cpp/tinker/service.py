@@ -332,7 +332,8 @@ class Service:
         return {"type": "save_weights_external", "path": path}
 
     def load_weights(self, request: types.LoadWeightsRequest) -> types.UntypedAPIFuture:
-        """Queue the loading of a checkpoint into the request's model or, if it names a session, into a new one."""
+        """Queue the loading of a checkpoint into the request's model, or into a new model if the request names a
+        session."""
         place = Place.of(request.path)
         if request.session_id is None:
             model, seq = self.model(request.model_id or ""), request.seq_id

@@ -44,7 +44,8 @@ class Place:
 
 @dataclass
 class Facts:
-    """The metadata of a checkpoint, with the number `next_seq` of the model's next request when it was saved."""
+    """The metadata of a checkpoint. `next_seq` is the number of the model's next request after the checkpoint was
+    saved."""
 
     base_model: str
     shape: Shape

@@ -179,7 +179,7 @@ class Worker:
             return self._enqueue(Job(run, APIFuture(), is_short))
 
     def cancel(self, sampler: Sampler, future: Future) -> None:
-        """Cancel the request of `future`, which then raises ValueError, unless it already has its result."""
+        """Cancel a request for samples. Its `future` then raises ValueError, unless the result was already set."""
 
         def run() -> None:
             sampler.cancel(future)

@@ -1,7 +1,5 @@
 """Tests of the PPO loop with a fake policy and critic: order of the calls, epochs, warm-up, logs and checkpoints."""
 
-import json
-
 import pytest
 import torch
 from loop_fakes import Policy, fake_run, logged, train
@@ -123,15 +121,3 @@ def test_ppo_step_logs_metrics_averaged_over_epochs_and_those_of_each_models_las
     of_models = [{"critic/loss": float(i)} for i in range(critic)], [{"loss": 10.0 + i} for i in range(policy)]
     found = mean_over_epochs(*of_models)
     assert found["last_epoch/critic/loss"] == critic - 1 and found["last_epoch/loss"] == 9 + policy
-
-
-def test_ppo_checkpoint_contains_policy_and_critic(tmp_path):
-    run = train(make(tmp_path, "ppo.max_num_steps=2"))
-    step = tmp_path / "checkpoints" / "step_2"
-    for model in ("policy", "value"):
-        assert (step / model / "weights" / "version").read_text() == "2"
-        assert (step / model / "optimizer" / "version").exists()
-    info = json.loads((step / "training_info.json").read_text())
-    assert info["total_steps"] == 2 and info["draw_counter"] == 4
-    again = make(tmp_path, "ppo.max_num_steps=2")
-    assert again.state.step == 2 and again.log_dir == run.log_dir

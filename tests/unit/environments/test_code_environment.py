@@ -33,6 +33,8 @@ def test_code_environment_scores_programs_by_standard_input_and_output(env):
     assert score(env, "print(2 * int(input()))", DOUBLE) == (1.0, "passed")
     spaces_at_the_end = "print(2 * int(input()), ' ')"
     assert score(env, spaces_at_the_end, json.dumps(DOUBLE)) == (1.0, "passed")
+    as_lines = {"inputs": [["3", "4"]], "outputs": [["3", "4"]]}
+    assert score(env, "print(input() + '\\n' + input())", as_lines) == (1.0, "passed")
     assert score(env, "print(abs(2 * int(input())))", DOUBLE) == (0.0, "wrong_answer: 2 of 3 tests passed")
     assert score(env, "print(int(input()) / 0)", DOUBLE)[1].startswith("runtime_error: ZeroDivisionError")
     assert score(env, "raise SystemExit(3)", DOUBLE)[1] == "runtime_error: exit code 3"
@@ -72,19 +74,10 @@ def test_values_of_subclasses_that_equal_the_expected_value_pass(env):
     assert score(env, program, as_python_objects) == (1.0, "passed")
 
 
-def test_standard_input_may_be_a_list_of_lines(env):
-    assert score(env, "print(input() + '\\n' + input())", {"inputs": [["3", "4"]], "outputs": [["3", "4"]]})[0] == 1.0
-
-
 def test_dataclass_with_postponed_annotations_runs(env):
-    lines = [
-        "from __future__ import annotations",
-        "from dataclasses import dataclass",
-        "@dataclass",
-        "class A:",
-        "    x: int",
-    ]
-    assert score(env, "\n".join([*lines, "def f(x): return A(x).x"]), ["assert f(2) == 2"]) == (1.0, "passed")
+    imports = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    program = f"{imports}@dataclass\nclass A:\n    x: int\ndef f(x): return A(x).x"
+    assert score(env, program, ["assert f(2) == 2"]) == (1.0, "passed")
 
 
 def test_programs_that_exit_early_or_fake_the_expected_output_score_zero(env):

@@ -244,8 +244,8 @@ class ClippedPGLossFn:
         )
 
     def token_loss(self, data: RaggedBatch, counts: ops.LossCounts) -> C.TokenLoss | None:
-        """Return an object that computes the loss of `native` token by token, or None if the settings do not allow it.
-        Without `prev_logprobs`, the current log-probabilities replace them."""
+        """Return an object that computes the loss of `native` token by token, or None if the settings do not allow
+        this. If `data` has no `prev_logprobs`, the current log-probabilities replace them."""
         if type(self).native is not ClippedPGLossFn.native or self.takes_entropies or self.takes_candidates:
             return None
         prev = None if self.op_config.ratio_mode == "on_policy" else data.tokens.get(self._old_logprobs)

@@ -1,4 +1,7 @@
-"""Fixtures for tests of tokenizers, data sets and message logs. They need no network."""
+"""Fixtures for unit tests: tokenizers, which need no network, and a clock."""
+
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,3 +37,12 @@ def tiny():
     from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 
     return tiny_tokenizer()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Replace Python's monotonic clocks with a clock that advances only when a test increases its attribute `now`."""
+    clock = SimpleNamespace(now=1000.0)
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: clock.now)
+    return clock

@@ -1,21 +1,12 @@
 """The lines before the first step: how much of a long piece of work is done."""
 
-import pytest
 from nemo_rl_cpp import stages
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """The clock of `stages`; what a test adds to its first entry passes."""
-    now = [100.0]
-    monkeypatch.setattr(stages.time, "monotonic", lambda: now[0])
-    return now
 
 
 def test_progress_of_a_setup_stage_is_printed_only_if_the_stage_takes_long(clock, capsys):
     with stages.work("reading", 200.0, always=True) as advance:
         for seconds, amount in ((1.0, 50.0), (2.0, 50.0), (1.0, 10.0), (15.0, 70.0), (0.1, 20.0)):
-            clock[0] += seconds
+            clock.now += seconds
             advance(amount)
     assert capsys.readouterr().err == "reading: 50 %, 3 s\nreading: 90 %, 19 s\n"
 
@@ -24,7 +15,7 @@ def test_setup_stage_names_and_progress_are_printed_only_if_output_is_enabled(cl
     def read():
         stages.stage("loading torch")
         with stages.work("reading", 2.0) as advance:
-            clock[0] += 10.0
+            clock.now += 10.0
             advance(1.0)
 
     read()

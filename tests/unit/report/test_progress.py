@@ -1,22 +1,9 @@
 import io
 from types import SimpleNamespace
 
-import pytest
 from nemo_rl_cpp.metrics.timer import Timer
-from nemo_rl_cpp.report import progress as progress_module
 from nemo_rl_cpp.report.progress import Progress
 from rich.console import Console
-
-
-class Clock:
-    def __init__(self, monkeypatch):
-        self.now = 1000.0
-        monkeypatch.setattr(progress_module.time, "monotonic", lambda: self.now)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    return Clock(monkeypatch)
 
 
 def test_training_progress_is_printed_as_plain_lines_if_output_is_not_a_terminal(capsys, clock):

@@ -207,15 +207,27 @@ def _checked(template: str, what: str) -> str:
 _KEPT: set[tuple[object, ...]] = set()  # combinations (template, roles, ...) known to render all messages
 
 
+def template_variables(tokenizer: TokenizerType) -> set[str]:
+    """Return the names of the variables, such as `enable_thinking`, that the tokenizer's chat template reads and a
+    caller may set."""
+    own = getattr(tokenizer, "chat_template", None) or ""
+    environment = _environment()
+    trees = [environment.parse(text) for text in (own.values() if isinstance(own, Mapping) else [own])]
+    names = set().union(*map(jinja2.meta.find_undeclared_variables, trees))
+    return names - environment.globals.keys() - {"messages", "tools", "add_generation_prompt"}
+
+
 def render_prompt(
-    tokenizer: TokenizerType, messages: Messages, add_generation_prompt: bool = True, tools: Tools = None
-) -> str:
-    """Return a conversation as text, rendered by the chat template. Raise ChatTemplateError if it lacks a message."""
-    text = _apply(tokenizer, messages, add_generation_prompt, tools)
+    tokenizer: TokenizerType, messages: Messages, add_generation_prompt: bool = True, tools: Tools = None,
+    **variables: object,
+) -> str:  # fmt: skip
+    """Return a conversation as text, rendered by the chat template, which may read `variables`. Raise
+    ChatTemplateError if the text lacks a message."""
+    text = _apply(tokenizer, messages, add_generation_prompt, tools, variables)
     missing = [i for i, message in enumerate(messages) if _content(message) not in text]
     shape = (
         type(tokenizer), str(getattr(tokenizer, "chat_template", None)), str(getattr(tokenizer, "chat_template_kwargs", None)),
-        tuple((message.get("role"), bool(_content(message))) for message in messages), bool(tools),
+        tuple((message.get("role"), bool(_content(message))) for message in messages), bool(tools), str(variables),
     )  # fmt: skip
     if missing or shape not in _KEPT:
         # A template may change a content (escape it, drop its reasoning), and a short content may be in the text by
@@ -223,7 +235,7 @@ def render_prompt(
         marks = [f"9001{i}1009" for i in range(len(messages))]  # digits, which filters for letters do not change
         marked = [{**m, "content": mark} if _content(m) else m for m, mark in zip(messages, marks)]
         try:
-            probe = _apply(tokenizer, marked, add_generation_prompt, tools)
+            probe = _apply(tokenizer, marked, add_generation_prompt, tools, variables)
             lost = [i for i, message in enumerate(messages) if _content(message) and marks[i] not in probe]
         except ValueError:  # the template inspects contents
             lost = missing
@@ -245,8 +257,10 @@ def _leaves_out(messages: Messages, i: int, section: str) -> str:
     return f"the chat template leaves out message {i} ({role}, {content!r}): the model would never see it; {advice}"
 
 
-def _apply(tokenizer: TokenizerType, messages: Messages, add_generation_prompt: bool, tools: Tools) -> str:
-    options = {"tools": tools} if tools else {}
+def _apply(
+    tokenizer: TokenizerType, messages: Messages, add_generation_prompt: bool, tools: Tools, variables: Mapping[str, object]
+) -> str:  # fmt: skip
+    options = {**variables, "tools": tools} if tools else variables
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, add_special_tokens=False, **options
@@ -269,7 +283,7 @@ def system_part(tokenizer: TokenizerType, messages: Messages, text: str) -> int:
     rendering alone, if `text` begins with it. Otherwise (the template rejects a system message alone or merges it into
     the user's turn) return where its content ends in `text`, or 0."""
     try:
-        alone = _apply(tokenizer, messages[:1], False, None)
+        alone = _apply(tokenizer, messages[:1], False, None, {})
     except ValueError:  # many templates reject a system message alone
         alone = ""
     content = _content(messages[0])

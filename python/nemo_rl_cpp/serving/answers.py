@@ -10,6 +10,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl_cpp.data.boundaries import prompt_ids
+from nemo_rl_cpp.data.chat_template import template_variables
 from nemo_rl_cpp.data.texts import TextStream
 from nemo_rl_cpp.serving import chat
 from nemo_rl_cpp.serving.bodies import ChatBody, CompletionBody, GenerateBody, RequestError, TextBody
@@ -275,10 +276,15 @@ class ChatAnswer(TextAnswer):
 
     def __init__(self, model: ServedModel, body: ChatBody, rollout: Rollout | None, request_id: str) -> None:
         self._messages, self._tools = body.messages, body.tools if body.tool_choice != "none" else None
+        self._options = body.chat_template_kwargs | ({"tools": self._tools} if self._tools else {})
         self._logprobs = body.logprobs
         self.kept = chat.MARKS if self._tools else ()
         if self._tools and chat.MARK not in str(getattr(model.tokenizer, "chat_template", None)):
             raise RequestError("the model's chat template has no <tool_call>: leave tools out", param="tools")
+        variables = body.chat_template_kwargs
+        if variables and (unread := sorted(variables.keys() - (reads := template_variables(model.tokenizer)))):
+            text = f"the model's chat template does not read {', '.join(unread)}; it reads {', '.join(sorted(reads)) or 'none'}"
+            raise RequestError(f"chat_template_kwargs: {text}", param="chat_template_kwargs")
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs is given without logprobs: true", param="top_logprobs")
         longest, same = body.max_tokens, body.max_completion_tokens
@@ -286,7 +292,7 @@ class ChatAnswer(TextAnswer):
             text = f"max_tokens is {longest} and max_completion_tokens {same}, which mean the same: give one of them"
             raise RequestError(text, param="max_completion_tokens")
         earlier = [] if rollout is None else list(rollout.turns)
-        prompts = [chat.chat_prompt(model.tokenizer, body.messages, self._tools, earlier)]
+        prompts = [chat.chat_prompt(model.tokenizer, body.messages, self._options, earlier)]
         super().__init__(model, body, prompts, rollout, f"chatcmpl-{request_id}")
 
     def _parse(self, k: int, sample: Sample) -> tuple[Spelled, chat.ParsedToolCalls]:
@@ -321,7 +327,7 @@ class ChatAnswer(TextAnswer):
         _, parsed = self._parse(0, samples[0])
         turn = chat.turn_of("assistant", parsed.text, [(call.name, call.arguments) for call in parsed.calls])
         ids, stopped = [*self.prompts[0], *samples[0].token_ids], samples[0].reason == STOP_TOKEN
-        conversation = chat.AssistantTurn((*chat.turns_of(self._messages), turn), ids, stopped, self._tools)
+        conversation = chat.AssistantTurn((*chat.turns_of(self._messages), turn), ids, stopped, self._options)
         rollout.turns = [*rollout.turns[1 - _MOST_TURNS :], conversation]
 
     def opening(self, header: Header) -> Iterator[Json]:

@@ -173,15 +173,18 @@ class Service:
         })  # fmt: skip
 
     async def models(self, request: Request) -> Response:
-        """Handle `GET /v1/models`: OpenAI's list of models, with the field `max_model_len` of vLLM."""
+        """Handle `GET /v1/models`, OpenAI's list of models, and `GET /v1/models/NAME`, one of them. The field
+        `max_model_len` is vLLM's."""
         self._check_key(request)
-        model = self.model
+        model, name = self.model, request.path_params.get("name")
         card = {
             "object": "model", "created": 0, "owned_by": "nemo_rl_cpp", "root": model.names[0], "parent": None,
             "max_model_len": model.max_model_len, "weight_version": model.engine.state.version,
             "weight_digest": model.digest,
         }  # fmt: skip
-        return JSONResponse({"object": "list", "data": [{"id": name, **card} for name in model.names]})
+        if name is not None:
+            return JSONResponse({"id": model.check_name(name), **card})
+        return JSONResponse({"object": "list", "data": [{"id": each, **card} for each in model.names]})
 
     async def answer(self, request: Request, make: type[Answer]) -> Response:
         """Handle an HTTP request for a response. `make` is the class of the response for the route."""
@@ -279,6 +282,7 @@ def make_app(model: ServedModel, api_key: str | None = None) -> Starlette:
     routes = [
         Route("/health", service.health, methods=["GET"]),
         Route("/v1/models", service.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", service.models, methods=["GET"]),
         Route("/v1/completions", functools.partial(service.answer, make=CompletionAnswer), methods=["POST"]),
         Route("/v1/chat/completions", functools.partial(service.answer, make=ChatAnswer), methods=["POST"]),
         Route("/inference/v1/generate", functools.partial(service.answer, make=GenerateAnswer), methods=["POST"]),

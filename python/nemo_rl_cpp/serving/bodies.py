@@ -153,6 +153,7 @@ class ChatBody(TextBody):
     top_logprobs: Likeliest | None = None
     tools: Annotated[list[dict], Field(max_length=256)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
+    chat_template_kwargs: dict[str, object] = {}
 
     @property
     def num_likeliest(self) -> int:

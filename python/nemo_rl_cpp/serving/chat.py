@@ -135,7 +135,7 @@ class AssistantTurn:
     turns: tuple[Turn, ...]  # the messages of the conversation, with the response last
     ids: list[int]  # the token ids of prompt and response
     stopped: bool  # whether the last token is a stop token
-    tools: Tools | None = None
+    options: Mapping[str, object] = field(default_factory=dict)  # `tools` and further variables of the chat template
 
 
 def turn_of(role: str, text: str, calls: Sequence[tuple[str, str]] = (), reasoning: str = "") -> Turn:
@@ -149,32 +149,33 @@ def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
 
 
 def chat_prompt(
-    tokenizer: TokenizerType, messages: Sequence[ChatMessage], tools: Tools | None, earlier: Sequence[AssistantTurn]
-) -> list[int]:
-    """Return the token ids of a conversation. If it continues one of `earlier` with the same tools, reuse the longest
-    one's ids, and append those of the new text. Raise ChatTemplateError if the template rejects the conversation."""
+    tokenizer: TokenizerType, messages: Sequence[ChatMessage], options: Mapping[str, object], earlier: Sequence[AssistantTurn]
+) -> list[int]:  # fmt: skip
+    """Return the token ids of a conversation. If it continues one of `earlier` with the same `options` (tools and other
+    variables of the chat template), reuse the longest one's ids, and append those of the new text. Raise
+    ChatTemplateError if the template rejects the conversation."""
     plain = [_plain(message) for message in messages]
     turns = turns_of(messages)
-    same_tools = [each for each in earlier if (each.tools or None) == (tools or None)]
-    known = [each for each in same_tools if len(each.turns) < len(turns) and turns[: len(each.turns)] == each.turns]
+    alike = [each for each in earlier if each.options == options]
+    known = [each for each in alike if len(each.turns) < len(turns) and turns[: len(each.turns)] == each.turns]
     if known:
         last = max(known, key=lambda each: len(each.turns))
-        new = _text_behind(tokenizer, plain, len(last.turns) - 1, tools)
+        new = _text_behind(tokenizer, plain, len(last.turns) - 1, options)
         if new is not None:
             if last.stopped:  # the end token is already included
                 new = new.removeprefix(tokenizer.decode(last.ids[-1:], skip_special_tokens=False))
             return last.ids + [int(i) for i in tokenizer(new, add_special_tokens=False)["input_ids"]]
-    return prompt_ids(tokenizer, render_prompt(tokenizer, plain, tools=tools), plain)
+    return prompt_ids(tokenizer, render_prompt(tokenizer, plain, **options), plain)
 
 
 def _text_behind(
-    tokenizer: TokenizerType, messages: list[dict[str, object]], answer: int, tools: Tools | None
+    tokenizer: TokenizerType, messages: list[dict[str, object]], answer: int, options: Mapping[str, object]
 ) -> str | None:
     """Return the text that the chat template writes after the assistant message with the index `answer`. Return None if
     the template changes the content of that message."""
     marked = [*messages]
     marked[answer] = {"role": "assistant", "content": _PLACE}
-    text = render_prompt(tokenizer, marked, tools=tools)
+    text = render_prompt(tokenizer, marked, **options)
     return text.rpartition(_PLACE)[2] if text.count(_PLACE) == 1 else None
 
 

@@ -125,11 +125,14 @@ async def read_raw(request: Request, most_bytes: int, seconds: float) -> bytes:
         async with asyncio.timeout(seconds):
             async for piece in request.stream():
                 size += len(piece)
-                if size > most_bytes:
-                    raise RequestError(f"the body has more than {most_bytes} bytes, the server's limit", 413)
-                pieces.append(piece)
+                # a body that is too long is read to its end: if a connection is closed before, the client sees a reset
+                # connection instead of the error
+                if size <= most_bytes:
+                    pieces.append(piece)
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {seconds:g} s", 408) from None
+    if size > most_bytes:
+        raise RequestError(f"the body has more than {most_bytes} bytes, the server's limit", 413)
     return b"".join(pieces)
 
 

@@ -6,7 +6,7 @@ import pytest
 from nemo_rl_cpp.data.texts import TextStream
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.serving.answers import ChatAnswer, CompletionAnswer, Header, Speller, completion_logprobs
-from nemo_rl_cpp.serving.bodies import ChatBody, ChatMessage, CompletionBody
+from nemo_rl_cpp.serving.bodies import ChatBody, ChatMessage, CompletionBody, RequestError
 from nemo_rl_cpp.serving.chat import MARKS, AssistantTurn, ParsedToolCalls, chat_prompt, find_calls, turn_of
 from nemo_rl_cpp.serving.engine import LENGTH, STOP_STRING, Sample, Sampling
 from nemo_rl_cpp.serving.model import ServedModel
@@ -14,6 +14,8 @@ from served import SPECIAL, TEMPLATE
 from tokenizer_folders import byte_fallback, byte_level
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+WITH_TOOL = {"tools": [TOOL]}
 
 
 def made_tokenizer(template=TEMPLATE, special=()):
@@ -48,17 +50,17 @@ def test_chat_prompt_of_a_later_turn_contains_the_sampled_token_ids_of_earlier_r
     user, answer, end = ("user", "what is"), "there", tokenizer.eos_token_id
     sampled = [i for letter in answer for i in ids_of(tokenizer, letter)]
     assert sampled != ids_of(tokenizer, answer)
-    prompt = chat_prompt(tokenizer, messages(user), None, [])
+    prompt = chat_prompt(tokenizer, messages(user), {}, [])
     conversation = messages(user, ("assistant", answer), ("user", "plus"))
     turns = (turn_of(*user), turn_of("assistant", answer))
-    anew = chat_prompt(tokenizer, conversation, None, [])
+    anew = chat_prompt(tokenizer, conversation, {}, [])
     for ids, stopped in (([*sampled, end], True), (sampled, False)):
-        going_on = chat_prompt(tokenizer, conversation, None, [AssistantTurn(turns, [*prompt, *ids], stopped)])
+        going_on = chat_prompt(tokenizer, conversation, {}, [AssistantTurn(turns, [*prompt, *ids], stopped)])
         assert going_on[: len(prompt) + len(ids)] == [*prompt, *ids]
         assert tokenizer.decode(going_on) == tokenizer.decode(anew)  # the same text, in other tokens
     other = messages(user, ("assistant", "another"), ("user", "plus"))
-    found = chat_prompt(tokenizer, other, None, [AssistantTurn(turns, [*prompt, *sampled], False)])
-    assert found == chat_prompt(tokenizer, other, None, [])
+    found = chat_prompt(tokenizer, other, {}, [AssistantTurn(turns, [*prompt, *sampled], False)])
+    assert found == chat_prompt(tokenizer, other, {}, [])
 
 
 def test_streamed_response_withholds_text_that_may_be_the_start_of_a_stop_string(tokenizer):
@@ -73,10 +75,13 @@ def test_streamed_response_withholds_text_that_may_be_the_start_of_a_stop_string
 def test_earlier_turns_are_retokenized_if_the_request_has_different_tools(tokenizer):
     conversation = messages(("user", "what is"), ("assistant", "there"), ("user", "plus"))
     turns = (turn_of("user", "what is"), turn_of("assistant", "there"))
-    anew = chat_prompt(tokenizer, conversation, [TOOL], [])
-    assert chat_prompt(tokenizer, conversation, [TOOL], [AssistantTurn(turns, [7, 8], False)]) == anew
-    assert chat_prompt(tokenizer, conversation, None, [AssistantTurn(turns, [7, 8], False, [TOOL])])[:2] != [7, 8]
-    assert chat_prompt(tokenizer, conversation, [TOOL], [AssistantTurn(turns, [7, 8], False, [TOOL])])[:2] == [7, 8]
+    anew = chat_prompt(tokenizer, conversation, WITH_TOOL, [])
+    assert chat_prompt(tokenizer, conversation, WITH_TOOL, [AssistantTurn(turns, [7, 8], False)]) == anew
+    assert chat_prompt(tokenizer, conversation, {}, [AssistantTurn(turns, [7, 8], False, WITH_TOOL)])[:2] != [7, 8]
+    assert chat_prompt(tokenizer, conversation, WITH_TOOL, [AssistantTurn(turns, [7, 8], False, WITH_TOOL)])[:2] == [
+        7,
+        8,
+    ]
 
 
 def test_reasoning_content_of_an_earlier_response_is_passed_to_the_chat_template():
@@ -84,8 +89,21 @@ def test_reasoning_content_of_an_earlier_response_is_passed_to_the_chat_template
     conversation = messages(("user", "what is"), ("assistant", "there"), ("user", "plus"))
     conversation[1].reasoning_content = "is it not?"
     turns = (turn_of("user", "what is"), turn_of("assistant", "there"))
-    ids = chat_prompt(tokenizer, conversation, None, [AssistantTurn(turns, [7, 8], False)])
+    ids = chat_prompt(tokenizer, conversation, {}, [AssistantTurn(turns, [7, 8], False)])
     assert "is it not?there" in tokenizer.decode(ids)
+
+
+def test_chat_request_sets_variables_that_the_chat_template_reads_and_no_others():
+    tokenizer = made_tokenizer(TEMPLATE + "{% if enable_thinking is false %}<think></think>{% endif %}")
+    body = {"messages": [{"role": "user", "content": "what is"}]}
+
+    def text(**variables):
+        asked = ChatBody(**body, chat_template_kwargs=variables)
+        return tokenizer.decode(ChatAnswer(model_of(tokenizer), asked, None, "1").prompts[0])
+
+    assert text(enable_thinking=False) == text() + "<think></think>" and text(enable_thinking=True) == text()
+    with pytest.raises(RequestError, match="does not read messages, thinking; it reads enable_thinking$"):
+        text(thinking=False, messages=[])
 
 
 def test_server_parses_tool_calls_in_responses_and_returns_malformed_tool_calls_as_text():

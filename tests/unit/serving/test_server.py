@@ -103,6 +103,7 @@ def test_generate_route_of_the_server_accepts_and_returns_token_ids(http, server
     assert text["choices"][0]["logprobs"]["token_logprobs"] == [entry["logprob"] for entry in entries]
     (card, _) = http.get("/v1/models").json()["data"]
     assert card["id"] == "tiny" and card["max_model_len"] == 512
+    assert http.get("/v1/models/tiny").json() == card and http.get("/v1/models/other").status_code == 404
 
 
 def generated(http, server, **params):

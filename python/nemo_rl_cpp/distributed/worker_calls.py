@@ -92,7 +92,8 @@ def as_raised(error: BaseException) -> BaseException:
 
 
 def get(result: object, timeout: float | None = None) -> Any:
-    """Return the values of a Future, a Ray ObjectRef or a list of these, or the object itself. Raise TimeoutError."""
+    """Return the value of a Future or a Ray ObjectRef, the values of a list of these, or any other object unchanged.
+    Raise TimeoutError after `timeout` seconds."""
     if isinstance(result, Future):
         return result.result(timeout)
     if isinstance(result, list):

@@ -112,7 +112,8 @@ def _cache_sizes(config: TrainMasterConfig) -> Iterator[float | None]:
 def _with(
     config: TrainMasterConfig, samples: int | None, recomputes: bool, kept: float | None, cache: float | None
 ) -> TrainMasterConfig:
-    """Return a copy of the configuration with these settings; `samples` None: the configured micro-batches."""
+    """Return a copy of the configuration with micro-batches of `samples` (None: the configured ones), activation
+    checkpointing if `recomputes`, and `kept` GB of kept activations and `cache` GB of KV cache."""
     policy = config.policy
     backend = "megatron_cfg" if policy.megatron_cfg.enabled else "dtensor_cfg"
     changed: dict[str, object] = {
@@ -140,7 +141,8 @@ def _with(
 
 
 def _too_small(least: TrainMasterConfig, peak: memory.Phase) -> str:
-    """Return the error message for a budget that no choice fits; `peak` is the largest phase of the `least` one."""
+    """Return the error message for a budget that no choice fits. `least` is the last choice, and `peak` its largest
+    phase."""
     largest, size = max(peak.parts, key=lambda part: part[1])
     need = peak.total + _UNCOUNTED
     fixed = sorted(least.fixed_by_user)

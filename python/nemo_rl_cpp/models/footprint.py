@@ -24,7 +24,7 @@ class Buffers:
 
     @property
     def _mixer(self) -> float:
-        """Return the bytes that a layer's mixer stores for the backward pass, averaged over all layers."""
+        """Return the bytes per token that a layer's mixer stores for the backward pass, averaged over all layers."""
         s, layers = self.sizes, self.sizes.num_hidden_layers
         query, key_value = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
         gate = query if s.recurrent_layers and not s.mlp_layers else 0
@@ -46,7 +46,7 @@ class Buffers:
 
     @property
     def kept(self) -> float:
-        """Return the bytes that all layers together store for their backward pass (csrc/model/kept_activations.h)."""
+        """Return the bytes per token that all layers store for their backward pass (csrc/model/kept_activations.h)."""
         return self.layer * self.sizes.num_hidden_layers + _SUM * self.sizes.hidden_size
 
     @property
@@ -56,7 +56,8 @@ class Buffers:
 
     @property
     def _scratch(self) -> float:
-        """Return the bytes of the buffers that all layers of a forward pass share (csrc/model/experts.cpp)."""
+        """Return the bytes per token of the buffers that all layers of a forward pass share
+        (csrc/model/experts.cpp)."""
         s = self.sizes
         results = (self.width + _SUM) * s.hidden_size if s.norms_of_results else 0
         rows = s.experts_per_token * (self.width + _SUM) * (s.latent_size or s.hidden_size)
@@ -68,7 +69,7 @@ class Buffers:
         return scored * self.sizes.hidden_size * (3 * _SUM + self.width)
 
     def training(self, checkpointing: bool, scored: float) -> float:
-        """Return the bytes of a forward and a backward pass; the share `scored` of the tokens gets logits."""
+        """Return the bytes per token of a forward and a backward pass. The share `scored` of the tokens gets logits."""
         s, layers = self.sizes, self.sizes.num_hidden_layers
         stored = self.layer * layers
         if checkpointing:
@@ -77,7 +78,8 @@ class Buffers:
 
     @property
     def backward(self) -> float:
-        """Return the bytes of a backward pass besides stored activations: gradients, and the last layer's output."""
+        """Return the bytes per token of a backward pass besides stored activations: gradients, and the last layer's
+        output."""
         s = self.sizes
         query, key_value = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
         by_expert = s.experts_per_token * (s.latent_size or s.hidden_size) if s.experts > 1 else 0
@@ -89,13 +91,14 @@ class Buffers:
         return streams + self.width * columns + self._scratch
 
     def scoring(self, scored: float) -> float:
-        """Return the bytes of a forward pass without backward pass. `scored`: share of the tokens that get logits."""
+        """Return the bytes per token of a forward pass without a backward pass. The share `scored` of the tokens gets
+        logits."""
         head = scored * self.sizes.hidden_size * (_SUM + self.width)
         return _SUM * self.sizes.hidden_size + self._mixer + self._scratch + head
 
     @property
     def prefill(self) -> float:
-        """Return the bytes of the forward pass of a prefill."""
+        """Return the bytes per token of a prefill's forward pass."""
         return 2 * _SUM * self.sizes.hidden_size + self.layer + self._scratch
 
     def logits(self, rows: float) -> float:

@@ -115,7 +115,7 @@ def check_family(config: Mapping[str, Plain]) -> None:
 
 
 def _differences(config: Mapping[str, Plain]) -> Iterator[str]:
-    """Yield each property of the model that llama.cpp does not compute, or that a file cannot tell it."""
+    """Yield each property of the model that llama.cpp does not compute, or that a GGUF file cannot describe."""
     kind = config["model_type"]
     family, made, native = FAMILIES[kind], SUPPORTED_ARCHITECTURES[kind], hf_config.native_config(config)
     kinds = made.layer_types(config)

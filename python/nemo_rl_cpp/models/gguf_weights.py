@@ -64,7 +64,7 @@ def stored_names(config: Mapping[str, Plain]) -> dict[str, list[str]]:
 
 
 def stored_shape(name: str, shape: Sequence[int]) -> list[int]:
-    """Return the shape in llama.cpp of the parameter `name`, without a dimension of size 1."""
+    """Return the shape in llama.cpp of the parameter `name` of shape `shape`: without a dimension of size 1."""
     if name.endswith(".conv1d.weight"):
         return [shape[0], shape[2]]
     return list(shape[1:] if name.endswith(".shared_expert_gate.weight") else shape)
@@ -165,7 +165,8 @@ def _with_swapped_value_heads(
 
 
 def _splits_blocks(config: Mapping[str, Plain], name: str, dtype: str) -> bool:
-    """Return whether value heads can be reordered only after dequantising, as a block holds weights of several."""
+    """Return whether the value heads of the parameter `name` can be reordered only after dequantising, because a block
+    of its `dtype` holds weights of several heads."""
     found = _value_heads(config, name)
     block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[dtype]]
     return found is not None and found[0] == 1 and config["linear_value_head_dim"] % block != 0

@@ -152,8 +152,9 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
 
 
 def text_section(config: Mapping[str, Plain]) -> Mapping[str, Plain]:
-    """Return the text model's configuration of a vision-language model, without vision tower and multi-token-prediction
-    heads; a Ministral's as a Mistral's with `layer_types`, as transformers reads it; others unchanged."""
+    """Return the text model's section of a vision-language model's config.json, which sets neither vision tower nor
+    multi-token-prediction heads. A Ministral becomes a Mistral with `layer_types`, as transformers reads it. Other
+    configurations are returned unchanged."""
     if config.get("model_type") == "ministral":
         return {**config, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     known, section = WITH_A_TEXT_SECTION.get(str(config.get("model_type"))), config.get("text_config")
@@ -166,7 +167,8 @@ def text_section(config: Mapping[str, Plain]) -> Mapping[str, Plain]:
 
 
 def _text_overrides(config: Mapping[str, Plain], overrides: Mapping[str, Plain]) -> Mapping[str, Plain]:
-    """Return the overrides with those of the section `text_config` at the top level: see `text_section`."""
+    """Return the overrides with the keys of their section `text_config` at the top level, where `text_section` has
+    them."""
     section = overrides.get("text_config")
     if section is None or str(config.get("model_type")) not in WITH_A_TEXT_SECTION:
         return overrides

@@ -46,7 +46,7 @@ def remove_adapter(weights: Path) -> None:
 
 
 def _joined(modules: Sequence[str], shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[tuple[str, int], ...]]:
-    """Return `Lora.joined` of the adapted `modules`; `shapes` has the shapes of the model's parameters."""
+    """Return `Lora.joined` for the adapted `modules`; `shapes` are the shapes of the model's parameters."""
     found = {}
     for module in modules:
         path, _, name = module.rpartition(".")
@@ -63,11 +63,16 @@ def _among_images(module: str) -> str:
 
 @dataclass
 class Lora:
-    """The LoRA adapters of one model: `modules` are adapted, such as model.layers.0.self_attn.q_proj, in the order of
-    the parameters of the model `folder`, which any working directory finds as `base`. A critic's whole scalar head is
-    trained with them. `key` is the configuration key of the settings; `base_digest` is empty if this process holds a
-    slice of the base weights. `joined` maps modules that join some of the model's to these and their numbers of rows
-    (Adapters.joins)."""
+    """The LoRA adapters of one model. A critic's whole scalar head is trained with them.
+
+    Attributes:
+        section: "policy" or "value".
+        modules: names of the adapted modules, such as model.layers.0.self_attn.q_proj, in parameter order.
+        base: name of the base model, with which any working directory finds it.
+        key: configuration key of the settings.
+        base_digest: digest of the base weights; empty if this process holds only a slice of them.
+        joined: for modules whose adapter is shared by several of transformers' modules (Adapters.joins), these modules
+            and their numbers of rows."""
 
     section: str
     modules: tuple[str, ...]
@@ -107,8 +112,9 @@ class Lora:
         return Slices(ranks, layouts, C.ParameterLayout(*adapters))
 
     def begin(self, model: C.DecoderModel, seed: int, weights_path: str | Path | None, *, is_whole: bool) -> None:
-        """Add adapters to a frozen model whose weights are loaded: those of the checkpoint `weights_path`, or new ones,
-        which leave the effective weights unchanged. `is_whole`: this process holds all weights, not a slice."""
+        """Add adapters to a frozen model whose base weights are loaded. They are read from the checkpoint
+        `weights_path`; None: they are new, and do not change the model's results. `is_whole`: this process holds all
+        weights, not a slice."""
         if is_whole:  # the digest depends on the number of slices
             self.base_digest = f"{model.digest():016x}"
         lora = self.settings
@@ -162,7 +168,8 @@ class Lora:
         (folder / weight_files.BASE_FILE).write_text(json.dumps(base) + "\n")
 
     def _parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name in PEFT's file, tensor) for a tensor of the adapter; modules share the A of a joined one."""
+        """Yield (name in PEFT's file, tensor) for the adapter tensor `name`. If several of transformers' modules share
+        the adapter, each gets its rows of B and the common A."""
         name = name if self.layers.mlps is None else module_name(name)
         module, _, matrix = name.rpartition(".lora_")
         if module not in self.joined:

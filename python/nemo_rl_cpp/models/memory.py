@@ -236,9 +236,9 @@ def least_cache_bytes(policy: PolicyConfig, sizes: ModelSizes) -> float:
 
 
 def _kv_cache(config: TrainMasterConfig, sizes: ModelSizes, responses: int, sequences: int) -> float:
-    """Return the bytes of the KV cache for `sequences` sequences in groups of `responses`. The native engine keeps only
-    the blocks of a sliding window that later tokens read, of each sequence and of each prompt that sequences share, and
-    the tokens of one step of prefill (csrc/generation/engine.cpp)."""
+    """Return the bytes of the KV cache for `sequences` sequences, of which every `responses` share a prompt. In layers
+    with a sliding window the native engine keeps only the blocks that later tokens read, of each sequence and of each
+    shared prompt, and the tokens of one prefill step (csrc/generation/engine.cpp)."""
     policy, tokens = config.policy, _generated_tokens(config, responses, sequences)
     windowed = tokens
     if policy.backend == "native" and sizes.windowed_layers:
@@ -374,8 +374,8 @@ def _of_generation(config: TrainMasterConfig, sizes: ModelSizes, vocabulary: int
 
 
 def _of_checkpoint(models: Iterable[TrainedModelConfig], sizes: ModelSizes) -> Parts:
-    """Return the memory of the copy of a model's weights into which saving merges adapters, or in which experts get the
-    file's layout; of several models, of the larger copy."""
+    """Return the memory of the copy of a model's weights that saving needs to merge adapters, or to write experts in
+    the file's layout. Models are saved one after the other, so only the largest copy counts."""
     needed = 0.0
     for model in models:
         in_place = model.backend != "hf" and sizes.experts == 1 and (model.lora is None or model.lora.merge)
@@ -385,7 +385,7 @@ def _of_checkpoint(models: Iterable[TrainedModelConfig], sizes: ModelSizes) -> P
 
 
 def _of_scoring(config: TrainMasterConfig, sizes: ModelSizes) -> Parts:
-    """Return the memory of computing log-probabilities besides the buffers that training keeps."""
+    """Return the memory of computing log-probabilities, without the buffers that training keeps."""
     policy, scored = config.policy, _scored_share(config)
     if policy.backend == "hf":
         size = float(micro_batch_tokens(policy, "logprob") * tape_bytes(sizes, _width(policy)))
@@ -398,7 +398,8 @@ def _of_scoring(config: TrainMasterConfig, sizes: ModelSizes) -> Parts:
 
 
 def _scoring_buffers(config: TrainMasterConfig, name: str, sizes: ModelSizes) -> Parts:
-    """Return the memory of the buffers that the native core keeps after scoring with the frozen model `name`."""
+    """Return the memory of the buffers that the native core keeps after scoring with the frozen model `name`
+    ("reference" or "teacher")."""
     if config.policy.backend == "hf":
         return ()
     tokens = micro_batch_tokens(config.policy, "logprob")
@@ -406,7 +407,8 @@ def _scoring_buffers(config: TrainMasterConfig, name: str, sizes: ModelSizes) ->
 
 
 def _head(policy: TrainedModelConfig, sizes: ModelSizes, kind: str, scored: float) -> tuple[str, float]:
-    """Return the memory of the logits that the share `scored` of a micro-batch's tokens ("train" or "logprob") gets."""
+    """Return (description, bytes) of the logits in a micro-batch of the `kind` "train" or "logprob"; the share `scored`
+    of its tokens gets logits."""
     tokens = micro_batch_tokens(policy, kind)
     if policy.backend == "hf":
         logits = tokens * sizes.vocab_size

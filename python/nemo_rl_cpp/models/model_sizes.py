@@ -120,7 +120,7 @@ class ModelSizes:
 
     @cached_property
     def matrices(self) -> list[dict[str, Tensors]]:
-        """For each layer a dictionary: name in MATRICES, or of a vector -> its tensors."""
+        """The tensors of each layer: {name in MATRICES, or name of a vector: `Tensors`}."""
         made: dict[tuple[str, ...], dict[str, Tensors]] = {}  # a name has one shape in all layers
         layers = [(tuple(shapes), shapes) for shapes in layer_shapes(self.native)]
         return [made.get(names) or made.setdefault(names, _matrices(shapes)) for names, shapes in layers]
@@ -187,7 +187,8 @@ class Tensors(NamedTuple):
 
 
 def _matrices(shapes: Shapes) -> dict[str, Tensors]:
-    """Return a layer's parameters by the name of the matrix, for all experts together, or of the vector."""
+    """Return {name of a matrix, or full name of a vector: its `Tensors`} of a layer with the parameters `shapes`. The
+    matrices of all experts together have the name "experts"."""
     found: dict[str, Tensors] = {}
     for name, shape in shapes.items():
         matrix = "experts" if ".experts." in name else name.split(".")[-2]
@@ -265,7 +266,8 @@ _VARIANT = re.compile(r"-(base|instruct|chat(-v[\d.]+)?|v0\.[123]|it|sft|dpo|cod
 
 
 def known_model(name: str) -> KnownModel | None:
-    """Return the known model of this name, without its owner or a suffix such as -Instruct, too; or None."""
+    """Return the known model `name`, also if the name lacks the owner or ends in a suffix such as -Instruct; otherwise
+    None."""
     owner, _, short = name.lower().rpartition("/")
     short = short.replace("mistral-7b-v0.3", "mistral-7b").replace("mistral-7b-instruct-v0.3", "mistral-7b")
     while short:
@@ -281,8 +283,7 @@ def known_model(name: str) -> KnownModel | None:
 
 
 def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSizes | None:
-    """Return the sizes of a model on this machine, from its folder's config.json and the overrides of it.
-
+    """Return the sizes of the model `model_name` on this machine, from its folder's config.json and `overrides` of it.
     Return None if the folder is missing, or if its file is unreadable or lacks sizes, which other checks report."""
     config: Mapping[str, Plain] = {}
     folder = local_folder(model_name)

@@ -36,7 +36,7 @@ def pattern_of(form: Mapping[str, Plain]) -> str:
 
 
 def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the configuration with `hybrid_override_pattern` and the keys that other architectures have."""
+    """Return the config.json `form` with `hybrid_override_pattern`, and with the keys that other architectures have."""
     kept = {key: value for key, value in form.items() if key not in ("layers_block_type", "layer_types")}
     pattern = pattern_of(form)
     return kept | {

@@ -89,7 +89,8 @@ def _by_kind(section: Plain, name: str) -> Mapping[str, Plain]:
 
 
 def _laid_over(section: Mapping[str, Plain], part: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return a RoPE section after applying `part`, which with a type replaces all but the theta."""
+    """Return the RoPE section `section` after applying the overrides `part`. If `part` has a rope_type, it replaces all
+    of the section but the theta."""
     kept = ("rope_theta",) if _has_type(part) else section
     given = {name: value for name, value in part.items() if name != "rope_theta" or value is not None}
     return {name: section[name] for name in kept if name in section} | given
@@ -148,8 +149,9 @@ def _check_has_scaling(scaling: Plain, key: str, keys: Iterable[str]) -> None:
 def lay_kinds_over(
     form: Mapping[str, Plain], overrides: Mapping[str, Plain], local_key: str | None
 ) -> dict[str, Plain]:
-    """Return a canonical configuration with RoPE by kinds of layers after applying `overrides`, as `lay_rope_over`
-    does. A section without kinds and `rope_theta` concern full attention; for `local_key` see `respell_kinds`."""
+    """Apply `overrides` like `lay_rope_over` to a canonical configuration with a RoPE section per kind of layers, and
+    return it. In `overrides`, a section without kinds and `rope_theta` concern full attention; for `local_key` see
+    `respell_kinds`."""
     sections = dict(form["rope_parameters"])
     if {"rope_scaling", "rope_parameters"} & overrides.keys():
         name = section_name(overrides)

@@ -42,8 +42,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 class TrainedModel:
-    """The base class of `Policy` and `Value`: this process's part of a model in training, on one device. With `ranks`,
-    several processes train the model together.
+    """The base class of `Policy` and `Value`: a model in training, in one process on one device, which may be one of
+    several `ranks`.
 
     Args:
         cluster: one device (`Cluster` of world size 1) that holds the model; None: the CPU.
@@ -52,8 +52,9 @@ class TrainedModel:
         weights_path: Hugging Face folder to load instead of `config.model_name` (resume).
         optimizer_path: folder written by `save_checkpoint`: optimizer state, master weights and schedule.
         total_steps: length of the run, for schedules that decay until its end.
-        ranks: all hold the weights or a tensor-parallel slice, a shard of master weights and moments, and some samples
-            of a batch, and make the same calls with the same batch. By default this process is the only one."""
+        ranks: the processes that train the model together, by default this one alone. Each holds the weights or a
+            tensor-parallel slice, and a shard of master weights and moments. All make the same calls with the same
+            batch, of which each processes some samples."""
 
     section: str
     """Name of the configuration section, "policy" or "value", for error messages."""
@@ -272,9 +273,9 @@ class TrainedModel:
         self, batch: RaggedBatch, gbs: int, way: train_step.MicroBatchRunner, eval_mode: bool, first: Mapping[str, object] = MappingProxyType({}),
         after_first: Callable[[train_step.GlobalBatchResult], None] | None = None,
     ) -> Updates:  # fmt: skip
-        """Take one optimizer step per global batch of `gbs` samples, then one schedule step; with `eval_mode` neither.
-        `way` runs the passes, with the options `first` in the first global batch, whose result `after_first` receives
-        before the weights change."""
+        """Take one optimizer step per global batch of `gbs` samples, then one step of the learning-rate schedule; with
+        `eval_mode` take neither. `way` runs the forward and backward passes, in the first global batch with the options
+        `first`. `after_first` receives the first global batch's result before the weights change."""
         updates = Updates(in_turns=way.sums.sharded)
         for begin in range(0, batch.size, gbs):
             if not eval_mode:

@@ -253,7 +253,8 @@ _NOT_COMPUTED = (
 
 
 def _predicts_more_tokens(name: str, shapes: Container[str]) -> bool:
-    """Return whether a tensor is of a multi-token-prediction layer, behind the last layer (GLM-4.5)."""
+    """Return whether the tensor `name` belongs to a multi-token-prediction layer, which follows the last layer
+    (GLM-4.5)."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     if found is None:
         return False
@@ -263,7 +264,8 @@ def _predicts_more_tokens(name: str, shapes: Container[str]) -> bool:
 
 
 def _known_name(name: str, shapes: Container[str]) -> str:
-    """Return the name in `shapes` of a parameter named as in Nemotron-H, base or vision-language models."""
+    """Return the name in `shapes` of the tensor `name`, which a checkpoint of Nemotron-H, a base model or a
+    vision-language model may spell differently."""
     name = our_name(name) if name.startswith("backbone.") else name
     name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
     return f"model.{name}" if name not in shapes and f"model.{name}" in shapes else name
@@ -386,7 +388,8 @@ def split_experts(
 def _stacked_experts(
     prefix: str, names: Sequence[str], tensor: RawTensor | TensorEntry
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield (name, view) of each expert's matrices: rows of `tensor` [experts, rows, columns] hold `names` in turn."""
+    """Yield (name, view) of each expert's matrices. The rows of `tensor` [experts, rows, columns] are in equal parts
+    those of the matrices `names`."""
     count, rows, columns = tensor.shape
     part = tensor._replace(shape=[rows // len(names), columns])
     for index in range(count * len(names)):
@@ -402,7 +405,8 @@ def _stacked_experts(
 def _single_experts(
     prefix: str, matrix: str, tensor: RawTensor | TensorEntry, scales: RawTensor | TensorEntry | None
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield (name, tensor) of each expert's matrices in `matrix` of all, with gate in even rows and up in odd ones."""
+    """Yield (name, tensor) of each expert's matrices or biases in `tensor`, which holds those of all experts. In
+    gate_up_proj the even rows are gate's, the odd ones up's."""
     parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
     if matrix == "down_proj":
         parts = {"down_proj": slice(None)}
@@ -455,7 +459,8 @@ _INNER = ".base_layer"
 
 
 def name_in_text_model(name: str) -> str:
-    """Return the text model's own name of an adapter's tensor, which may be named as in Gemma 3 with images."""
+    """Return the name without PEFT's prefix of an adapter's tensor. Of Gemma 3 with images it is the name in the text
+    model."""
     return name.removeprefix(PREFIX).replace("model.language_model.", "model.", 1)
 
 

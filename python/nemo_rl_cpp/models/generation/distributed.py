@@ -39,7 +39,8 @@ from nemo_rl_cpp.models.weights import buffers, named_views
 
 
 class EngineHost:
-    """The methods of a worker process that holds generation engines, which its class creates by `create_generation`."""
+    """The methods by which a worker process holds generation engines. A subclass defines `create_generation`, which
+    creates an engine."""
 
     @cached_property
     def _engines(self) -> dict[int, NativeGeneration]:
@@ -82,9 +83,9 @@ class EngineHost:
 
 class DistributedGeneration(GenerationInterface):
     """Generation in a policy's worker processes, with the interface of `NativeGeneration`. `config` is the engines'
-    section (None: `policy.generation`), `options` are arguments of `Policy.create_generation`. `blocks` is how training
-    assigns samples to ranks, so that each generates its own: (gradient_blocks, train_global_batch_size, whether in
-    turns); None: no training follows."""
+    section (None: `policy.generation`), `options` are arguments of `Policy.create_generation`. Each rank generates the
+    samples that it will train: `blocks` are the arguments by which `generated_by` assigns them, (gradient_blocks,
+    train_global_batch_size, whether round-robin); None: no training follows."""
 
     def __init__(
         self,
@@ -115,11 +116,12 @@ class DistributedGeneration(GenerationInterface):
         return responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
     def _parts(self, prompts: list[RaggedBatch], greedy: bool, told: list[OnFinished | None]) -> list[Responses]:
-        """Return the responses of each engine i to `prompts[i]`, which `told[i]` receives as they end."""
+        """Return the responses of each engine i to `prompts[i]`; `told[i]` receives them as they end."""
         return self._of_engines("generate_with", [(self._number, share, greedy) for share in prompts], told)
 
     def _of_engines(self, method: str, each: list[tuple], told: list[OnFinished | None]) -> list:
-        """Return the result of each engine r, called with `each[r]` and `told[r]` on all its ranks."""
+        """Call `method` with the arguments `each[i]` on all ranks of each engine i, and return each first rank's result.
+        `told[i]` receives the responses of engine i as they end."""
         size = self.group.tensor_size
         calls = [call for call in each for _ in range(size)]
         by_worker = [listener for first in told for listener in (first, *[None] * (size - 1))]
@@ -217,7 +219,7 @@ class EngineWorker(EngineHost):
         return responses
 
     def init_collective(self, meeting: RefitRendezvous) -> None:
-        """Connect to trainer rank 0 and to the other engines, for refits."""
+        """Connect to trainer rank 0 and to the other engines, to receive new weights."""
         rank = self.ranks.rank + 1
         ranks = connect(rank, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
         weights = named_views(self.model.specs, self.model.compute) | buffers(self.model)
@@ -260,7 +262,7 @@ class DedicatedGeneration(DistributedGeneration):
         return deal(batch, 0, batch.size, self.group.dp_size, tokens)
 
     def _parts(self, prompts: list[RaggedBatch], greedy: bool, told: list[OnFinished | None]) -> list[Responses]:
-        """Return the responses of each engine, of which those that reach a planned pause wait for the new weights."""
+        """Return the responses of each engine. Responses that reach the planned pause wait for the new weights."""
         change, before = self.change, self.weight_version
         pause = None if change is None or change.done else change.pause
         parts = self._of_engines("generate_with", [(self._number, share, greedy, pause) for share in prompts], told)

@@ -185,8 +185,9 @@ def generating(generation: GenerationInterface) -> Iterator[None]:
 
 @contextmanager
 def finished_on_error(generation: GenerationInterface) -> Iterator[None]:
-    """Return a context that calls `finish_generation` after an error or Ctrl-C; on success the caller does. Its own
-    error is added as a note. After Ctrl-C it runs in a separate thread, for which the context waits one second."""
+    """Return a context that calls `finish_generation` after an error or Ctrl-C; on success the caller does. If
+    `finish_generation` fails, too, its error is added as a note. After Ctrl-C it runs in a separate thread, for which
+    the context waits one second."""
     try:
         yield
     except Exception as error:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlatSpec:
-    """The position in a flat buffer of a parameter, or of this rank's rows from `begin` on; `split` -1: not sharded."""
+    """The position of a parameter in a flat buffer. If `split` is 0, the buffer holds only some of its rows, from row
+    `begin` on; if it is -1, the whole parameter."""
 
     name: str
     shape: list[int]
@@ -35,7 +36,8 @@ class FlatSpec:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The positions of all parameters in a flat buffer, with the members of native layouts that models/weights uses."""
+    """The positions of all parameters in a flat buffer, with the members of the native `ParameterLayout` that
+    models/weights.py uses."""
 
     specs: list[FlatSpec]
     total: int
@@ -52,7 +54,8 @@ class FlatLayout:
 
 
 class Piece(NamedTuple):
-    """A range [begin, end) that the optimizer updates: float32 master weights, and their rounded copy, if any."""
+    """A range [begin, end) of a flat buffer that the optimizer updates: its float32 master weights, and their copy
+    rounded to the precision of matrix products, if there is one."""
 
     begin: int
     end: int
@@ -212,7 +215,8 @@ class ShardedModel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather all weights on this rank in the context, for passes independent of others. All ranks must enter."""
+        """Return a context in which this rank holds all weights, for forward passes that other ranks do not join. All
+        ranks must enter it."""
         self.forget()
         self.module.set_reshard_after_forward(False)
         for unit in self._units:

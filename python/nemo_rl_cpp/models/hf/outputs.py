@@ -251,7 +251,7 @@ def _of_places(logits: Tensor, targets: Tensor, scoring: Scoring, unfiltered: bo
 
 
 def _inputs(module: nn.Module, rows: ModelRows) -> dict[str, object]:
-    """Return the arguments for the module's forward method; packed samples are separated by their positions alone."""
+    """Return the arguments for the module's forward method. Only their positions tell packed samples apart."""
     inputs: dict[str, object] = {"input_ids": rows.input_ids, "use_cache": False}
     if accepts(module, "position_ids") is not None:
         inputs["position_ids"] = rows.position_ids
@@ -275,8 +275,8 @@ def kept_tokens(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def keeps_packed_samples_apart(module: nn.Module) -> bool:
-    """Return whether transformers separates packed samples in this architecture if positions restart in each: whether
-    the output of the second of two has no gradient with respect to the first's embeddings."""
+    """Return whether this architecture keeps samples apart that are packed into one row, given that positions restart
+    in each: whether the second sample's output has no gradient with respect to the first's embeddings."""
     base = module.backbone if isinstance(module, ValueNet) else module
     if accepts(base, "position_ids") is None or accepts(base, "inputs_embeds") is None:
         return False

@@ -51,9 +51,9 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "ma
 
 @dataclass(frozen=True)
 class HfFolder:
-    """The description of a model before it is built: transformers' configuration object, with `hf_config_overrides`;
-    the same as the contents of a config.json; the folder with the weights, None: random ones, drawn from `seed`; and
-    the section `hf_cfg`. `value_head`: build a critic."""
+    """The description of a model before it is built: `config`, transformers' configuration object with
+    `hf_config_overrides` applied; `raw`, the same as the contents of a config.json; `path`, the folder of the weights
+    (None: drawn from `seed`); `settings`, the section `hf_cfg`. `value_head`: build a critic."""
 
     config: PreTrainedConfig
     raw: dict[str, Plain]
@@ -203,7 +203,8 @@ def config_object(raw: dict[str, Plain], path: Path | None, settings: HfConfig, 
 
 
 def _with_floats(value: Any) -> Any:
-    """Return the content of a config.json with the numbers that transformers 5 writes as {"__float__": "Infinity"}."""
+    """Return the content of a config.json with each {"__float__": "Infinity"}, as transformers 5 writes infinity,
+    replaced by the number."""
     if isinstance(value, dict):
         return float(value["__float__"]) if "__float__" in value else {k: _with_floats(v) for k, v in value.items()}
     return [_with_floats(each) for each in value] if isinstance(value, list) else value
@@ -248,7 +249,8 @@ def _change_config(folder: Path, **changes: Plain) -> None:
 
 
 def _add_score(module: ValueNet, folder: Path, score: Tensor) -> None:
-    """Turn the saved files of a critic's backbone into the critic's: prefixed names, and the head `score`."""
+    """Complete the saved files of a critic's backbone: prefix the names of its tensors, add the head `score`, and name
+    the class in config.json."""
     prefix = module.backbone.base_model_prefix
     files = sorted(folder.glob("model*.safetensors"))
     weight_map = {}

@@ -159,8 +159,8 @@ class Policy(TrainedModel, PolicyInterface):
         return self._score(self.model, batch, self.scoring, rows)
 
     def _compare_whole_pass_now_and_then(self) -> None:
-        """Keep no activations in one of every `kept_activations_check_period` steps, which then compares a full forward
-        pass with generation. Only this detects an error in the layers, such as a read of stale weights."""
+        """Keep no activations in one of every `kept_activations_check_period` steps. That step compares a full forward
+        pass with generation, which alone detects an error in the layers, such as stale weights."""
         self._steps_since_comparison += 1
         if self.model.max_kept_bytes == 0 or self._steps_since_comparison == self.config.kept_activations_check_period:
             self.model.keep_activations(0)
@@ -202,9 +202,13 @@ class Policy(TrainedModel, PolicyInterface):
 
 @dataclass
 class PolicyUpdates:
-    """The result of one `train` call for this rank's samples: the comparison of log-probabilities, if any; those before
-    the first update [T], for all ranks' samples; for how many tokens training reused generation's activations; and
-    whether this call computed the log-probabilities."""
+    """The result of one `train` call for this rank's samples.
+
+    Attributes:
+        exactness: comparison of generation's log-probabilities with training's; None if nothing was compared.
+        prev_logprobs: log-probabilities before the first update [T], of all ranks' samples.
+        reused_tokens: number of tokens for which training reused generation's activations.
+        on_policy: this call computed `prev_logprobs`; they were not in the data."""
 
     updates: Updates
     exactness: Exactness | None
@@ -223,8 +227,9 @@ class PolicyUpdates:
         return replace(parts[0], updates=updates, exactness=exactness, reused_tokens=reused)
 
     def shares(self, last_reused: float) -> tuple[float, float]:
-        """Return the shares of tokens without a backward pass, and without a forward pass in training, for which a
-        repeated batch that reuses no activations has `last_reused`."""
+        """Return (share of tokens without a backward pass, share of tokens without a forward pass in training). The
+        second is `last_reused`, that of the first call on this batch, if this call repeats the batch and therefore
+        reuses no activations."""
         packed = max(self.updates.packed_tokens, 1)
         reused = self.reused_tokens / packed if self.reused_tokens or self.on_policy else last_reused
         return self.updates.zero_gradient_tokens / packed, reused

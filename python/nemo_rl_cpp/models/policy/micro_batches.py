@@ -18,7 +18,8 @@ Bins = list[list[int]]
 
 
 def pack_shuffled(costs: Sequence[int], capacity: int) -> Bins:
-    """Return bins of indices of `costs`, packed by first fit in a shuffled order that depends only on their number."""
+    """Return bins of indices of `costs` whose costs add up to at most `capacity`, packed by first fit in a shuffled
+    order that depends only on the number of costs."""
     order = list(range(len(costs)))
     random.Random(0).shuffle(order)  # a separate generator, so that a resumed run packs identically
     return C.pack_first_fit(costs, order, capacity)

@@ -136,7 +136,7 @@ class MicroBatchRunner:
 
     @property
     def own_blocks(self) -> int:
-        """Return how many gradient blocks this rank computes."""
+        """Return how many gradient blocks (see `Ranks.blocks`) this rank computes."""
         return 1 if self.blocks is None else self.blocks // self.ranks.size
 
     @property
@@ -146,9 +146,9 @@ class MicroBatchRunner:
         return asked and not self.visits_all and self.blocks is None and self.ranks.size > 1
 
     def abandon_sum(self) -> None:
-        """Join, after any rank has failed, a sum of gradients that other ranks may have started, so that they do not
-        wait forever, and discard its result. Do nothing if this run sums gradients only after the backward passes, or
-        if `end_block` has joined every sum already."""
+        """After a rank has failed, join a sum of gradients that other ranks may have started, so that they do not wait
+        forever, and discard its result. Do nothing if gradients are summed only after the backward passes, or if
+        `end_block` has joined every sum already."""
         if self.sums.beside and not (self.sums.sharded and self.own_blocks > 1):
             self.trainer.abandon_sum()
 
@@ -224,17 +224,18 @@ class MicroBatchRunner:
 
 @dataclass
 class _RankGuard:
-    """The context `holding` keeps an error of this rank until the others, which wait for this rank's part of each gradient
-    sum, have finished the global batch. `raise_failure` then raises it. A single process raises it at once."""
+    """The error handling of one rank in a global batch. Other ranks wait for this rank's part of each gradient sum, so
+    an error in the context `holding` is stored, and `raise_failure` raises it after the global batch. Without sums
+    during the backward passes it is raised at once."""
 
     runner: MicroBatchRunner
     sums: GradientSums
     failed: Exception | None = None
 
     def planned(self, options: tuple[object, ...]) -> _GlobalBatch:
-        """Return `_GlobalBatch(runner, *options)`. If no rank has failed, also send the activations kept from
-        generation along with the samples that move to another rank. If creating it fails, take part in the sums for
-        which other ranks wait, then raise the error."""
+        """Return `_GlobalBatch(runner, *options)`. If creating it fails, join the sums for which other ranks wait, then
+        raise the error. If no rank has failed, also send the activations kept from generation of the samples that
+        another rank trains (`MicroBatchRunner.evens_out`)."""
         runner, batch = self.runner, None
         try:
             batch = _GlobalBatch(runner, *options)
@@ -345,7 +346,8 @@ class _GlobalBatch:
 def fused_token_loss(
     trainer: C.Trainer, loss_fn: Loss, data: RaggedBatch, counts: LossCounts, scoring: Scoring
 ) -> C.TokenLoss | None:
-    """Return the loss that the LM head evaluates while it holds a token's logits; None if it is not supported."""
+    """Return `loss_fn` as an object that the LM head evaluates while it holds a token's logits; None if the loss or the
+    trainer does not support this."""
     sampling = scoring.temperature, scoring.top_p, scoring.top_k
     fuses = hasattr(loss_fn, "token_loss") and hasattr(trainer, "takes_token_loss")
     return loss_fn.token_loss(data, counts) if fuses and trainer.takes_token_loss(*sampling) else None

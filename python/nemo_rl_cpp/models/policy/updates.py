@@ -61,7 +61,8 @@ class Updates:
 
 
 def _in_block_order(parts: Sequence[Updates], of_ranks: Sequence[list[list[Value]]]) -> list[list[Value]]:
-    """Return, for each global batch, the values `of_ranks[rank][batch]` in the order of the gradient blocks."""
+    """Return for each global batch the values of all ranks (`of_ranks[rank][batch]`, one per micro-batch) in the order
+    of the gradient blocks."""
     joined: list[list[Value]] = []
     for number, lists in enumerate(zip(*of_ranks)):
         if not parts[0].in_turns:
@@ -131,7 +132,7 @@ class LearningRateSchedule:
         return {"steps": self._steps}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Advance the new schedule to the step of `state`, also if that was the state of another schedule: a changed
+        """Advance this new schedule to the step of `state`, which another schedule may have written: a changed
         configuration takes effect from the next step."""
         for _ in range(state["steps"] if "steps" in state else state["scheduler"]["last_epoch"]):
             self.step()

@@ -64,7 +64,8 @@ class SharedMemoryTransport:
         return digest.hexdigest()
 
     def prepare(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy `weights` into the shared memory, whose digest vLLM checks; on failure it keeps its old weights."""
+        """Copy `weights` into the shared memory, whose digest vLLM checks. If this fails, vLLM keeps its old
+        weights."""
         self._sent, path = self.fill(weights), f"/proc/{os.getpid()}/fd/{self.descriptor}"
         info = {"path": path, "size": self._size, "manifest": self.manifest, "digest": self._sent}
         self._client.call(REFIT, "POST", "/init_weight_transfer_engine", {"init_info": info})
@@ -149,7 +150,8 @@ def connect(store: dist.Store, size: int, device: torch.device, seconds: float) 
 
 
 def _id_of(store: dist.Store, meeting: Future[C.Communicator]) -> bytes:
-    """Return NCCL's id once the call of `meeting`, in another thread, has written it to `store`."""
+    """Wait until the call of `meeting`, in another thread, has written NCCL's id to `store`, and return the id. Raise
+    the call's error if it fails."""
     failed = threading.Event()
     meeting.add_done_callback(lambda _: failed.set())
     while not store.check([_ID]):
@@ -359,7 +361,8 @@ class VllmGeneration(base_engine.BaseEngine):
         return RefitResult(self._transport.weight_bytes, time.perf_counter() - began, sent)
 
     def weight_digest(self) -> str:
-        """Return the digest of the weights of the last refit, 32 hexadecimal digits. Raise RuntimeError without one."""
+        """Return the digest of the weights of the last refit, 32 hexadecimal digits. Raise RuntimeError before the
+        first."""
         if self._arrived is None:
             raise RuntimeError("vLLM has no weights before the first sync_weights")
         return self._arrived

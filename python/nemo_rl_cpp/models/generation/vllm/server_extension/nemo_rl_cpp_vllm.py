@@ -28,7 +28,8 @@ PROTOCOL = 1
 
 
 def begin_digest(manifest: list) -> hashlib.blake2b:
-    """Return a hash of `manifest`, [name, dtype, shape, offset, bytes] of each tensor, to which to add their bytes."""
+    """Return a BLAKE2b hash of `manifest`, [name, dtype, shape, offset, bytes] of each tensor. The caller adds the
+    tensors' bytes to it."""
     return hashlib.blake2b(json.dumps(manifest).encode(), digest_size=16)
 
 
@@ -85,9 +86,9 @@ def check_all_loaded(expected: set, loaded: set | None) -> None:
 
 
 def pack_again(model) -> None:
-    """Pack weights of `model` on a CPU again that a reload has left in another layout than the matrix products read.
-    These are the weights of a tied LM head, whose products read a packed copy, and the experts' weights, which vLLM
-    packs in place, but only at the first load."""
+    """Pack weights of `model` again that a reload on a CPU has left in another layout than matrix products read: those
+    of a tied LM head, whose products read a packed copy, and those of experts, which vLLM packs in place, but only at
+    the first load."""
     for module in model.modules():
         if hasattr(module, "cpu_linear") and module.weight.numel():
             module.quant_method.process_weights_after_loading(module)

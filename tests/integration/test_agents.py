@@ -1,4 +1,4 @@
-"""Agents that train through the policy's HTTP server: what is trained is what was sampled."""
+"""Agent functions that query the policy through its HTTP server: training uses exactly the sampled tokens."""
 
 import digit_agent
 import pytest
@@ -20,7 +20,7 @@ STEPS = 10
 
 
 def trained_rows(batches):
-    """The (token ids, token mask) of each sample."""
+    """Return (token ids, token mask) of each sample."""
     each = [(batch.rows(batch.input_ids), batch.rows(batch.token_mask)) for batch in batches]
     return [(row.tolist(), mask.tolist()) for ids, masks in each for row, mask in zip(ids, masks)]
 

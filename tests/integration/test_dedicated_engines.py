@@ -1,4 +1,4 @@
-"""Engines in processes of their own: the bits of a colocated run, whatever the sizes of the two groups, and what a lost engine does."""
+"""Generation engines in separate processes: bit-identical training, weight versions, and a lost engine."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def make(folder, *overrides, **options):
 
 
 def trained(folder, *overrides):
-    """The weights of the last checkpoint, by their SHA-256, and the steps."""
+    """Return the SHA-256 of the last checkpoint's weights, and the metrics of the steps."""
     with make(folder, *overrides) as run:
         run.train()
     weights = folder / "checkpoints" / f"step_{STEPS}" / "policy" / "weights" / "model.safetensors"

@@ -1,4 +1,4 @@
-"""The forecast of memory against the peak of whole runs."""
+"""Compare the forecast of memory with the peak of whole runs."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The example for readers learns, and what it saves is a model; the parts it is made of hold to what they promise."""
+"""The example grpo_from_scratch.py, and the Engine and Trainer classes that it uses."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""GRPO from random weights to a solved task, and what must hold on the way: exactness, splits, faults."""
+"""GRPO runs of a tiny model: learning, bit-exact log-probabilities, experts, and injected faults."""
 
 import re
 
@@ -96,7 +96,7 @@ def test_router_bias_increases_for_underloaded_experts_and_decreases_for_overloa
 
 
 def test_run_ends_and_saves_the_batch_if_a_gradient_is_not_finite(tmp_path, capsys):
-    """A learning rate of 1e30 ruins the weights in the first step: the second ends the program with one sentence."""
+    """A learning rate of 1e30 ruins the weights in the first step."""
     options = ["policy.optimizer.kwargs.lr=1e30", "checkpointing.enabled=false", f"logger.log_dir={tmp_path}"]
     assert run_grpo_math.main(["--config", "grpo_tiny.yaml", *tiny.SMALL, *options]) == 1
     (batch,) = tmp_path.rglob("replay/nonfinite_policy_batch.pt")
@@ -109,7 +109,6 @@ def test_run_ends_and_saves_the_batch_if_a_gradient_is_not_finite(tmp_path, caps
 
 @pytest.mark.parametrize("updates", [1, 4])
 def test_grpo_trains_identical_weights_with_reused_and_recomputed_logprobs_and_activations(tmp_path, updates):
-    """Neither scoring the batch beforehand nor a training forward of its own changes anything: generation's is the same."""
     options = (*tiny.SMALL, "grpo.max_num_steps=4", f"policy.train_global_batch_size={32 // updates}")
     digests, ratios, reused = [], [], []
     for reuse, gigabytes in (("auto", "null"), ("auto", 0), ("never", "null"), ("always", "null")):
@@ -133,13 +132,13 @@ def test_backward_pass_is_skipped_for_groups_with_equal_rewards(tmp_path):
 
 
 def flip_one_bit(policy):
-    """The highest bit of one weight's mantissa: a change of a quarter to a half of it."""
+    """Flip the highest bit of one weight's mantissa, which changes the weight by a quarter to a half."""
     weight = policy.state_dict()["lm_head.weight"].view(torch.int32)
     weight[7, 5] ^= 1 << 22
 
 
 def with_a_fault(run):
-    """Flips a bit after the rollouts of the second step."""
+    """Return the run, which flips a bit of a weight after the rollouts of the second step."""
     roll_out = run.collector.roll_out
 
     def generate(prompts):

@@ -1,5 +1,5 @@
-"""What NeMo RL's guides on GRPO, DAPO and ProRLv2 print, line by line: commands and overrides as printed, with only model,
-data and sizes changed, run; keys arrive where they should; metrics appear under the names that the guides use."""
+"""Commands and overrides in NeMo RL's guides on GRPO, DAPO and ProRLv2 run as printed, with other model, data and
+sizes. They set the documented keys and log the documented metrics."""
 
 import json
 from dataclasses import dataclass, field
@@ -32,13 +32,8 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Line:
-    """What a guide prints.
-
-    Attributes:
-        overrides: as printed.
-        gives: what keys of the configuration then are.
-        sizes: overrides that make the printed sizes small, for the run.
-        shows: metric -> the values that it may have in the run's steps (a predicate)."""
+    """A command that a guide prints: its `config` and `overrides`; `gives`, {configuration key: its value afterwards};
+    `sizes`, overrides that make the run small; and `shows`, {metric: predicate of its values in the run's steps}."""
 
     config: str
     overrides: tuple[str, ...] = ()
@@ -152,7 +147,7 @@ def value(config, key):
 
 
 def steps(folder):
-    """The metrics of each training step, from metrics.jsonl."""
+    """Return the metrics of each training step, from metrics.jsonl."""
     (path,) = folder.rglob("metrics.jsonl")
     merged: dict[int, dict] = {}
     for line in path.read_text().splitlines():

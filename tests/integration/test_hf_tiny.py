@@ -1,4 +1,4 @@
-"""Whole runs with transformers as trainer and generator."""
+"""Whole runs that train and generate with transformers."""
 
 import pytest
 import tiny
@@ -42,7 +42,6 @@ def test_transformers_backend_trains_architectures_that_the_native_core_does_not
 
 @pytest.mark.parametrize("section", ["grpo", "ppo"])
 def test_resumed_run_of_the_transformers_backend_ends_with_bit_identical_weights(section, tmp_path):
-    """Policy, critic, optimizer states and metrics; and the checkpoint can be evaluated."""
     options = {"config": f"{section}_tiny.yaml"}
     saving = (*SIZES[section], "checkpointing.enabled=true", "checkpointing.save_period=2")
     whole = tiny.train(tmp_path / "whole", *saving, f"{section}.max_num_steps=4", **options)

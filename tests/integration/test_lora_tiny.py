@@ -1,4 +1,4 @@
-"""Runs with LoRA: what is trained is what generated, resume to the same bits, any number of processes, the reference is the base."""
+"""Runs with LoRA: bit-exact log-probabilities, frozen base weights, resuming, and several processes."""
 
 import pytest
 import tiny
@@ -32,7 +32,7 @@ MIXTURE = tiny.shaped({
 
 
 def on(more):
-    """ON, without the learning rate that Megatron's backend does not read if `more` enables it."""
+    """Return ON, without the learning rate if `more` enables Megatron's backend, which does not read it."""
     return ON[:2] if set(MEGATRON) <= set(more) else ON
 
 
@@ -100,7 +100,7 @@ def test_resuming_with_changed_lora_settings_is_an_error(tmp_path):
 
 
 def test_lora_weights_are_bit_identical_on_one_and_two_processes(tmp_path):
-    """However they add gradients: at the end, beside the backward, into shards."""
+    """Gradients are summed after the backward pass, during it, or into shards."""
     for merging, ways in (((), (("end", ()), ("beside", BESIDE), ("shards", SHARDED))), (APART, (("apart", BESIDE),))):
         one = trained(tmp_path / f"one{len(merging)}", 2, *ON, *BF16, *BLOCKS, *merging)
         for name, adding in ways:
@@ -110,7 +110,7 @@ def test_lora_weights_are_bit_identical_on_one_and_two_processes(tmp_path):
 
 @pytest.mark.parametrize("merging", [(), APART], ids=["merged", "apart"])
 def test_lora_adapters_trained_on_two_tensor_parallel_ranks_equal_those_of_one_process(tmp_path, merging):
-    """Also on top of one another: a run in two slices goes on in one process."""
+    """The sliced run then resumes in one process."""
     one, alone = tiny.saved(tmp_path / "1", 2, *tiny.SMALL, *ON, *BLOCKS, *merging)
     two, sliced = tiny.saved(tmp_path / "2", 2, *tiny.SMALL, *ON, *BLOCKS, *merging, *workers(2), *TP)
     assert is_exact(two)

@@ -1,4 +1,4 @@
-"""Conversations of several turns through the real engine and trainer: exact, and only the model's tokens are trained."""
+"""Multi-turn rollouts: bit-exact log-probabilities, and training on the policy's tokens only."""
 
 from functools import partial
 
@@ -69,7 +69,6 @@ policy:
 
 
 def test_each_task_of_a_multi_task_run_is_scored_by_its_own_environment(tmp_path):
-    """Single-turn and multi-turn conversations in one batch, each scored by the environment of its task."""
     path = tmp_path / "two.yaml"
     path.write_text(TWO_TASKS.format(parent=find_config("grpo_guess_number.yaml")))
     run = make(tmp_path, *SMALL, "grpo.max_num_steps=6", config=path)

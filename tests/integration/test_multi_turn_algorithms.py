@@ -1,4 +1,4 @@
-"""Conversations of several turns under every algorithm: exact before each step's first update."""
+"""Multi-turn rollouts with every algorithm have bit-exact log-probabilities."""
 
 import pytest
 import tiny

@@ -1,4 +1,4 @@
-"""NeMo Gym's agents train the policy through its HTTP server; a stand-in has the protocol of the package nemo-gym."""
+"""NeMo Gym's agents train the policy through its HTTP server. A replacement speaks the protocol of nemo-gym."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ STAND_IN = Path(__file__).parents[1] / "nemo_gym_stand_in"
 
 @pytest.fixture
 def gym(tmp_path, monkeypatch):
-    """Return a function that trains on rows for NeMo Gym, and returns its metrics of each step."""
+    """Return a function that trains on rows for NeMo Gym, and returns the metrics of each step."""
     monkeypatch.setenv("PYTHONPATH", str(STAND_IN))
     monkeypatch.setenv("NEMO_GYM_STAND_IN_ENDED", str(tmp_path / "ended"))
 
@@ -86,7 +86,7 @@ def test_python_interpreter_without_nemo_gym_is_an_error_before_the_model_is_loa
 
 
 def test_async_nemo_gym_run_trains_on_sampled_tokens_and_resumes_from_a_checkpoint(gym, tmp_path):
-    """The engine of another process is served. Its log-probabilities are, to the bit, those of the version on the samples."""
+    """The log-probabilities are bit-identical to those of the weight version that each sample records."""
     batches, pids = [], []
 
     def watch(run):

@@ -1,4 +1,4 @@
-"""GDPO, length penalties and a warm start of the critic in whole runs of the tiny model."""
+"""GDPO, length penalties and a warm start of the critic in runs of the tiny model."""
 
 import pytest
 import tiny

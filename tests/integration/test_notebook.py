@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last."""
+"""The example notebook runs without errors, and is saved without outputs."""
 
 from pathlib import Path
 

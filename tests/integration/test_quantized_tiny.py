@@ -1,4 +1,4 @@
-"""Runs over a quantised base: generation equals training, checkpoints hold the adapter alone, and are resumed, evaluated and continued."""
+"""Runs of LoRA over a quantised base: bit-exact log-probabilities, and checkpoints that hold only the adapter."""
 
 import pytest
 import tiny
@@ -73,7 +73,7 @@ def test_lora_adapters_on_a_quantised_base_are_bit_identical_on_one_and_two_proc
 
 
 def frozen(folder, dtype):
-    """Return the native model of a checkpoint, as evaluations and the server load it."""
+    """Return the native model of a checkpoint as evaluations and the server load it."""
     opened = read_model_folder(folder)
     opened.check_weights()
     model = C.DecoderModel(opened.native(), dtype, False)
@@ -103,7 +103,7 @@ GPT_OSS = tiny.shaped({"model_type": "gpt_oss", "num_local_experts": 3, "num_exp
     ids=["dense", "mixture", "gpt_oss", "fused_parts", "mamba"],
 )
 def test_generate_command_loads_an_adapter_checkpoint_and_quantises_the_base_model(tmp_path, family, adapted):
-    """The text engine without torch, and the trainer's: the same tokens, which differ from those of the base."""
+    """The text engine, which does not import torch, gives the trainer's tokens."""
     with tiny.make(tmp_path, *tiny.SMALL, *BF16, *family, "grpo.max_num_steps=1") as run:
         run.policy.save_checkpoint(tmp_path / "base")
     base = tmp_path / "base"

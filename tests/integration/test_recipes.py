@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md: what tests/recipes adds, in one file and one registration each, works in a run of GRPO."""
+"""The components in tests/recipes, each registered in one file, work in a GRPO run."""
 
 import importlib
 import sys
@@ -27,7 +27,7 @@ FILES = ("best_of_group", "even_digits", "count_down", "csv_logger")
 
 @pytest.fixture
 def recipes():
-    """The four modules, freshly imported; nothing of them is left afterwards."""
+    """Import the four recipe modules anew, and unregister their components afterwards."""
     modules = {name: importlib.import_module(f"recipes.{name}") for name in FILES}
     yield modules
     for name, (entries, *more) in ADDED.items():

@@ -1,4 +1,4 @@
-"""A killed run that is started again ends as if nothing had happened."""
+"""A killed run that is started again ends with the bits of an uninterrupted run."""
 
 import shutil
 import sys
@@ -35,7 +35,8 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def elsewhere(one_thread):
-    """Call a function in a process whose forked children the runs are: starting one imports nothing."""
+    """Return a function that calls a function in another process, which forks the runs, so that a run starts without
+    importing torch again."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=kill_resume.fork_runs) as pool:
         yield lambda *how, **more: pool.submit(*how, **more).result()
 
@@ -79,7 +80,6 @@ def test_killed_and_resumed_ppo_run_is_bit_identical_to_an_uninterrupted_run(che
 
 
 def test_run_comparison_detects_one_flipped_weight_bit_and_one_changed_metric(elsewhere, tmp_path):
-    """The check must be able to fail: one bit of the optimizer state, one number of one step."""
     whole, changed = tmp_path / "whole", tmp_path / "changed"
     elsewhere(kill_resume.run_to_end, kill_resume.command("configs/grpo_tiny.yaml", whole, 2, RUN), {})
     expected = kill_resume.fingerprint(whole)

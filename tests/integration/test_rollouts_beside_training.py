@@ -1,5 +1,5 @@
-"""Rollouts beside training: the bits repeat, a run resumes from a checkpoint, and the correction is for staleness alone; also with
-weights that change in the middle of responses."""
+"""Asynchronous rollouts: repeated and resumed runs are bit-identical, and the importance ratio corrects only for
+staleness; also with weights that change within responses."""
 
 import json
 
@@ -34,7 +34,7 @@ def make(folder, steps, *overrides, section="grpo", **options):
 
 
 def trained(folder, steps, *overrides, **options):
-    """The weights of the last checkpoint, by their SHA-256, and what the steps say but for times."""
+    """Return the SHA-256 of each tensor file of the last checkpoint, and the steps' metrics except times."""
     with make(folder, steps, *overrides, **options) as run:
         run.train()
     folder = folder / "checkpoints" / f"step_{steps}"
@@ -43,7 +43,8 @@ def trained(folder, steps, *overrides, **options):
 
 
 def stop_after(folder, step, steps, *overrides):
-    """Train the beginning of a run of `steps` steps, and return the versions of the batches that its checkpoint holds."""
+    """Train the first `step` steps of a run of `steps` steps; return the weight versions of the batches in its
+    checkpoint."""
     with make(folder, steps, *overrides) as run:
         advance = run.state.advance
 
@@ -68,8 +69,7 @@ def test_resumed_async_run_is_bit_identical_to_an_uninterrupted_run(tmp_path):
 
 
 def test_importance_ratio_of_async_grpo_reflects_only_weight_updates_since_generation(tmp_path):
-    """The ratio of the loss is present probability over generation's, and generation's is, to the bit, that of the version that is
-    stamped on the sample: nothing is in the ratio but what training changed."""
+    """Generation's log-probabilities are bit-identical to those of the weight version that each sample records."""
     batches = []
     with make(tmp_path, 3, "checkpointing.save_period=1", "policy.precision=float32") as run:
         tiny.watch_training(run, lambda batch: batches.append((run.state.step, batch)))
@@ -88,7 +88,6 @@ def test_importance_ratio_of_async_grpo_reflects_only_weight_updates_since_gener
 
 
 def test_force_on_policy_ratio_does_not_change_the_weights_if_each_batch_has_one_update(tmp_path):
-    """The correction is then of the weights that train over those that generated, as without it."""
     runs = [trained(tmp_path / str(i), 3, f"loss_fn.force_on_policy_ratio={i == 1}".lower()) for i in range(2)]
     assert runs[0][0] == runs[1][0]
     first, second = ([row["sampling_importance_ratio"] for row in history] for _, history in runs)
@@ -138,7 +137,7 @@ def test_run_that_keeps_the_kv_cache_after_weight_updates_is_equal_on_one_and_tw
 
 
 def test_each_sampled_token_records_its_weight_version_and_sampling_logprob(tmp_path):
-    """With recompute_kv_cache_after_weight_updates: to the bit. So the importance ratios are those of the versions."""
+    """The log-probabilities of that version are bit-identical if the KV cache is recomputed after a weight update."""
     batches, options = [], ("checkpointing.save_period=1", "policy.precision=float32")
     with make(tmp_path, 3, *IN_FLIGHT, RECOMPUTE, *options) as run:
         collect = run.collector.collect
@@ -189,8 +188,3 @@ def test_async_run_uses_one_training_and_one_generation_process_by_default(tmp_p
     assert (trainers_of(config), engines_of(config), config.cluster.has_workers) == (1, 1, True)
     auto = trained(tmp_path / "auto", 2, "cluster.executor=auto", "cluster.gpus_per_node=8")
     assert auto == trained(tmp_path / "written", 2)
-
-
-def test_async_grpo_is_an_error_if_generation_shares_the_trainers_weights():
-    with pytest.raises(ValueError, match="grpo.async_grpo.enabled needs engines with weights of their own"):
-        load_grpo_config("grpo_tiny.yaml", ["grpo.async_grpo.enabled=true"])

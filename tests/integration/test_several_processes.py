@@ -1,4 +1,4 @@
-"""Training in several processes: the bits of one process with `gradient_blocks`, the same numbers without, one checkpoint for all."""
+"""Training in several processes: bit-identical with `gradient_blocks`, and one checkpoint format for any number."""
 
 import hashlib
 import json
@@ -69,7 +69,6 @@ def trained(folder: Path, steps: int, *overrides: str, config: str = "grpo_tiny.
 def test_training_with_gradient_blocks_gives_bit_identical_weights_on_any_number_of_processes(
     tmp_path, config, overrides, steps, others
 ):
-    """However the gradients are added."""
     one = trained(tmp_path / "one", steps, *overrides, *BLOCKS, config=config)
     for i, more in enumerate(others):
         several = trained(tmp_path / str(i), steps, *overrides, *BLOCKS, *more, config=config)
@@ -84,7 +83,6 @@ def test_weights_trained_without_gradient_blocks_on_one_and_three_processes_diff
 
 
 def test_activations_of_generation_are_reused_for_samples_moved_to_another_rank(tmp_path):
-    """So that every update but the first is spared its forward pass, and has the bits of one with it."""
     moves, digests = [], []
     for kept in ("null", "0"):
         with tiny.make(
@@ -104,7 +102,7 @@ def test_activations_of_generation_are_reused_for_samples_moved_to_another_rank(
 
 
 def test_checkpoint_resumes_on_any_number_of_processes(tmp_path):
-    """Two steps in two processes, then two in one, then one in four: as five steps in one."""
+    """Two steps in two processes, two in one and one in four give the weights of five steps in one process."""
     straight = trained(tmp_path / "straight", 5, *BLOCKS, config="ppo_tiny.yaml")
     for steps, more in ((2, workers(2)), (4, ()), (5, workers(4))):
         mixed = trained(tmp_path / "mixed", steps, *BLOCKS, *more, config="ppo_tiny.yaml")
@@ -120,7 +118,7 @@ def test_run_that_lost_a_worker_process_resumes_from_its_checkpoint(tmp_path, mo
         built.append(run)
 
         def kill_a_worker(result):
-            """After step 3 of the first run, rank 1 is gone."""
+            """Kill rank 1 after step 3 of the first run."""
             if result.step == 3 and len(built) == 1:
                 os.kill(run.cluster.workers.pids[1], signal.SIGKILL)
 

@@ -1,5 +1,5 @@
-"""Runs with tensor parallelism: generation equals training to the bit, the weights are those of whole models but for rounding, and
-checkpoints do not depend on the number of slices."""
+"""Runs with tensor parallelism: bit-exact log-probabilities, the weights of whole models up to rounding, and
+checkpoints that do not depend on the number of slices."""
 
 from pathlib import Path
 
@@ -72,8 +72,8 @@ def test_generation_and_training_logprobs_are_bit_identical_on_two_tensor_parall
 
 
 def test_ppo_checkpoint_resumes_with_a_different_tensor_parallel_size_of_policy_or_critic(tmp_path):
-    """Two steps with policy and critic in two slices, one with whole models, and one with the policy in two slices equal four
-    steps with whole models."""
+    """Two steps with policy and critic in two slices, one with whole models, and one with the policy in two slices
+    equal four steps with whole models."""
     config = "ppo_tiny.yaml"
     _, straight = saved(tmp_path / "straight", 4, *PPO, config=config)
     for steps, more in ((2, (*workers(2), *CRITIC)), (3, ()), (4, workers(2))):

@@ -1,4 +1,4 @@
-"""Recipes of tinker-cookbook from PyPI, unchanged, run to their end against our server, with local folders for the hub's data."""
+"""Unchanged recipes of tinker-cookbook run to completion on our Tinker server, with local folders as data sets."""
 
 import json
 import runpy
@@ -48,7 +48,7 @@ def write_rows(file: Path, rows: list[dict]) -> None:
 
 
 def write_data(root: Path) -> None:
-    """A local folder by the name of each data set that the recipes load."""
+    """Write a local folder with the name of each data set that the recipes load."""
     said = [({"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"it is {i}"}) for i in range(8)]
     chats = [{"messages": list(messages)} for messages in said]
     write_rows(root / "conversations.jsonl", chats)
@@ -77,7 +77,7 @@ def write_data(root: Path) -> None:
 
 
 def make_ending_model(folder: Path) -> Path:
-    """A tiny model that ends some of its answers early, so that rewards vary."""
+    """Write a tiny model that ends some of its responses early, so that rewards vary."""
     make_model(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
@@ -101,7 +101,7 @@ def served(tmp_path_factory):
 
 
 def run_recipe(name: str, served: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> list[dict]:
-    """Run a recipe as its command does. Returns the metrics of its steps."""
+    """Run a recipe as its command does, and return the metrics of its steps."""
     import datasets
     from tinker_cookbook import model_info
 

@@ -1,4 +1,4 @@
-"""The user's code gives the same rewards wherever it stands and however the run is made."""
+"""The user's code gives the same rewards as reward function, environment or agent, in every mode of a run."""
 
 import json
 import os
@@ -42,12 +42,13 @@ COMMON = (
 
 
 def rewards_of(rows):
-    """{kind: its mean reward in each step}"""
+    """Return {kind of reward function: its mean reward in each step}."""
     return {name: [row[f"rewards/{name}"] for row in rows] for name in user_kinds.KINDS}
 
 
 def by_command_line(place, folder):
-    """A run of the script with a relative log folder, which a reward function leaves by `os.chdir`."""
+    """Return {kind: mean rewards} of a run of the script, with a relative log folder although a reward function calls
+    os.chdir."""
     assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "logger.log_dir=logs", *COMMON, *PLACES[place]]) == 0
     lines = (folder / "logs" / "exp_001" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
@@ -76,7 +77,7 @@ def torch_as_before():
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """The rewards of a run in this process, by a function that needs nothing."""
+    """Return the rewards of a run in this process with a plain reward function."""
     with tiny.make(
         tmp_path_factory.mktemp("expected"), *COMMON,
         "++env.reward_functions.functions=[user_kinds.plain]", "data.default.env_name=reward_functions",
@@ -89,7 +90,7 @@ def expected(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_ray():
-    """One Ray for all runs here that use it."""
+    """Keep one Ray cluster for all runs of this file that use Ray."""
     hold_ray(3)
     yield
     let_ray_go()
@@ -122,7 +123,7 @@ def test_sync_async_and_threaded_reward_functions_give_equal_rewards_in_every_tr
 
 
 def test_sync_async_and_threaded_reward_functions_give_equal_rewards_in_the_python_api(tmp_path, monkeypatch):
-    """Two runs, as in a notebook whose client was made in an earlier cell."""
+    """The second run reuses the functions of the first, as in a notebook."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{a}{b}="} for a in range(10) for b in range(10)]
     for _ in range(2):

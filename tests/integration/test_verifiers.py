@@ -1,4 +1,4 @@
-"""A task set of the package verifiers, unchanged, trained through the policy's HTTP server."""
+"""An unchanged task set of the package verifiers trains the policy through its HTTP server."""
 
 import pytest
 import tiny

@@ -1,4 +1,4 @@
-"""The guide "Your data, your reward" works as printed, in an empty folder: its files pass the check, and its components train."""
+"""The files of the guide "Your data, your reward" pass the check command, and its components train."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ NAMES = ("make_rows.py", "my_rewards.py", "words.yaml", "system.txt", "my_parts.
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder with the files that the guide prints; each begins with its name."""
+    """Return a folder with the files that the guide prints; the first line of each is its name."""
     for block in re.findall(r"```\w+\n(# [\w.]+\n.*?)```", GUIDE.read_text(), re.DOTALL):
         name, _, text = block.partition("\n")
         (tmp_path / name.removeprefix("# ")).write_text(text)

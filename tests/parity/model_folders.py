@@ -1,5 +1,4 @@
-"""Model folders as users bring them, each written by a function: valid ones, which transformers reads, and faulty
-ones."""
+"""Functions that write model folders for tests: valid ones, which transformers reads, and faulty ones."""
 
 import json
 import shutil

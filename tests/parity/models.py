@@ -266,11 +266,9 @@ def recur_in_float64(monkeypatch) -> None:
 
 
 def compute_in_float64(model, monkeypatch) -> None:
-    """Make transformers compute the norms, softmax and RoPE cosines of a float64 `model` as our core computes them.
-
+    """Make transformers compute the norms, softmax, recurrences and RoPE cosines of a float64 `model` as our core does.
     transformers computes them in float32 whatever the model's dtype, and their last bits differ between processors.
-    From here on, norms, softmax and recurrence are in float64, and RoPE's frequencies, angles and cosines are each
-    rounded to float32 once, as in our core. RoPE must be of the default type."""
+    RoPE must be of the default type; its frequencies, angles and cosines are each rounded to float32 once."""
     if model.config.model_type == "nemotron_h":  # it has no RoPE
         return recur_in_float64(monkeypatch)
     if "linear_attention" in (getattr(model.config, "layer_types", None) or ()):

@@ -1,7 +1,6 @@
-"""The recipe "an architecture" of CONTRIBUTING.md, followed for EXAONE 4: an entry of the table, and transformers' numbers.
-
-EXAONE 4 (without windows, as the 1.2B) normalises behind attention and MLP, as OLMo 2 does, and each query and key head by itself,
-as Qwen 3 does. No entry of the table has both. Its MLP here has GELU."""
+"""The recipe "an architecture" of CONTRIBUTING.md, followed for EXAONE 4 without sliding windows. It normalises after
+attention and MLP, like OLMo 2, and each query and key head separately, like Qwen 3. No entry of SUPPORTED_ARCHITECTURES
+has both."""
 
 import json
 
@@ -32,7 +31,7 @@ ENTRY = Architecture(
 
 @pytest.fixture(params=[torch.float32, torch.float64], ids=["float32", "float64"])
 def model(request, tmp_path, monkeypatch):
-    """(transformers' model, the decoder with its weights, their folder)."""
+    """Return (transformers' model, the native model with its weights, their folder)."""
     from transformers import AutoModelForCausalLM, Exaone4Config
 
     monkeypatch.setitem(SUPPORTED_ARCHITECTURES, "exaone4", ENTRY)

@@ -1,4 +1,4 @@
-"""The same ids in and the same end, for eight kinds of tokenizers: transformers, training, validation, evaluation, `generate`, the checkpoint."""
+"""Prompt ids and end tokens of eight kinds of tokenizers, in transformers and in every command of this package."""
 
 import json
 import warnings
@@ -22,7 +22,7 @@ NEW = 40
 
 
 def transformers_answer(folder, prompt):
-    """(ids in, ids out) of a text or a conversation."""
+    """Return (prompt ids, response ids) of transformers for a text or a conversation."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, model = (
@@ -39,7 +39,7 @@ def transformers_answer(folder, prompt):
 
 
 def generates(folder, prompt, monkeypatch):
-    """(ids in, ids out) of `nemo-rl-cpp generate`."""
+    """Return (prompt ids, response ids) of `nemo-rl-cpp generate`."""
     generator = TextGenerator(folder, precision="float32")
     seen, encode = [], generator._encode
     monkeypatch.setattr(generator, "_encode", lambda given: seen.append(encode(given)) or seen[-1])
@@ -49,7 +49,7 @@ def generates(folder, prompt, monkeypatch):
 
 
 def evaluates(folder, tmp_path):
-    """(ids in, ids out) of an evaluation of the text as it is."""
+    """Return (prompt ids, response ids) of an evaluation of the unchanged text."""
     (tmp_path / "eval.jsonl").write_text(json.dumps({"input": TEXT, "output": "42"}) + "\n")
     config = load_eval_config(
         "evals/eval.yaml",
@@ -67,7 +67,7 @@ def evaluates(folder, tmp_path):
 
 
 class Watched:
-    """What the engine of a run is given and gives, by stream."""
+    """A record of the prompts and responses of a run's engine, by stream."""
 
     def __init__(self, monkeypatch):
         self.calls = []
@@ -81,7 +81,7 @@ class Watched:
         monkeypatch.setattr(NativeGeneration, "generate", watched)
 
     def of(self, stream):
-        """(ids in, ids out) of all rows of a stream, and the tokens that end them."""
+        """Yield (prompt ids, response ids, end tokens) of all rows of a stream."""
         for data, out, engine in self.calls:
             if list(data["stream"])[0] == stream:
                 prompts, responses = (
@@ -138,7 +138,7 @@ def test_prompt_ids_and_end_tokens_match_transformers_in_every_command(name, tmp
 
 
 def assert_same_files(base, weights, ends):
-    """What transformers reads of both folders."""
+    """Check that transformers reads the same tokenizer and generation settings from both folders."""
     from transformers import AutoTokenizer, GenerationConfig
 
     before, after = AutoTokenizer.from_pretrained(base), AutoTokenizer.from_pretrained(weights)

@@ -1,4 +1,4 @@
-"""GGUF files that `nemo-rl-cpp export` writes, read and computed by llama.cpp."""
+"""GGUF files that `nemo-rl-cpp export` writes, computed by llama.cpp."""
 
 import copy
 import json
@@ -18,59 +18,36 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models as token_models
 from tokenizers import pre_tokenizers
 
-# what llama.cpp cannot compute otherwise is set as released models have it
+# settings that llama.cpp supports only with the values of released models
+KINDS = [*["sliding_attention"] * 5, "full_attention", "sliding_attention"]
+LONGROPE = {**models.configurations()["phi3_longrope"].rope_parameters, "attention_factor": 1.3}
 CHANGES = {
-    "gemma2": dict(
-        query_pre_attn_scalar=16, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2
-    ),
-    "gemma3": dict(
-        query_pre_attn_scalar=16,
-        final_logit_softcapping=2.0,
-        num_hidden_layers=7,
-        layer_types=[*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
-    ),
+    "gemma2": dict(query_pre_attn_scalar=16, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2),
+    "gemma3": dict(query_pre_attn_scalar=16, final_logit_softcapping=2.0, num_hidden_layers=7, layer_types=KINDS),
     "smollm3": dict(num_hidden_layers=5, no_rope_layers=[1, 1, 1, 0, 1], layer_types=["full_attention"] * 5),
-    "mistral_window": dict(sliding_window=70),
-    "qwen3_windows": dict(sliding_window=70),
-    "phi3": dict(sliding_window=70),
-    "phi3_longrope": dict(
-        rope_parameters={**models.configurations()["phi3_longrope"].rope_parameters, "attention_factor": 1.3}
-    ),
+    **dict.fromkeys(("mistral_window", "qwen3_windows", "phi3"), dict(sliding_window=70)),
+    "phi3_longrope": dict(rope_parameters=LONGROPE),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_tied_other_layers"), dict(linear_key_head_dim=32)),
-}
+}  # fmt: skip
+EXPORTED = (
+    "llama", "mistral", "smollm3", "granite", "qwen2", "qwen3", "olmo2", "phi3", "gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text",
+)  # fmt: skip
 REFUSED = {
     "llama_gelu": "the activation gelu_tanh",
     "olmo2_gelu": "the activation gelu_tanh",
-    "olmo3": "a model of type olmo3 is not written as GGUF",
-    "gpt_oss": "a model of type gpt_oss is not written as GGUF",
-    "olmoe": "a model of type olmoe is not written as GGUF",
-    **dict.fromkeys(
-        ("qwen3_next", "qwen3_next_tied_other_layers"), "a model of type qwen3_next is not written as GGUF"
-    ),
-    **dict.fromkeys(("mixtral", "mixtral_window"), "a model of type mixtral is not written as GGUF"),
     "qwen3_5_moe_tied_other_layers": "linear_value_head_dim 32 and linear_key_head_dim 16",
     "qwen3_5_tied_other_layers": "full attention in other layers than every n-th",
-    **dict.fromkeys(
-        [name for name in models.configurations() if name.startswith("nemotron_h")],
-        "a model of type nemotron_h is not written as GGUF",
-    ),
-    **dict.fromkeys(
-        ("deepseek_v3", "deepseek_v3_queries_without_latent", "deepseek_v3_halves"),
-        "a model of type deepseek_v3 is not written as GGUF",
-    ),
-    **dict.fromkeys(("glm4_moe_lite", "glm4_moe_lite_layers"), "a model of type glm4_moe_lite is not written as GGUF"),
-    **dict.fromkeys(("glm4_moe", "glm4_moe_groups"), "a model of type glm4_moe is not written as GGUF"),
-    **dict.fromkeys(("qwen2_moe", "qwen2_moe_sparse_step"), "a model of type qwen2_moe is not written"),
-    **dict.fromkeys(
-        ("qwen3_moe", "qwen3_moe_dense_layer", "qwen3_moe_window"), "a model of type qwen3_moe is not written"
-    ),
+} | {
+    name: f"a model of type {config.model_type} is not written as GGUF"
+    for name, config in models.configurations().items()
+    if config.model_type not in EXPORTED
 }
 WRITTEN = sorted(models.configurations().keys() - REFUSED.keys())
 PROMPT = torch.randint(3, 97, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
 def write_tokenizer(folder):
-    """96 tokens of a byte each, and one of two bytes."""
+    """Write a tokenizer with 96 tokens of one byte each and one token of two bytes."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:93]
     vocab = {text: i for i, text in enumerate(["<pad>", "<s>", "</s>", *letters, letters[0] + letters[1]])}
     tokenizer = Backend(token_models.BPE(vocab=vocab, merges=[(letters[0], letters[1])]))
@@ -82,7 +59,8 @@ def write_tokenizer(folder):
 
 
 def make(name, root, monkeypatch):
-    """A folder of a tiny random model. llama.cpp looks for special tokens where a name holds phi-3."""
+    """Write the folder of a tiny random model. Its name has no "phi3", for which llama.cpp would change the special
+    tokens."""
     folder = root / name.replace("phi3", "small")
     configuration = copy.deepcopy(models.configurations()[name])
     for key, value in CHANGES.get(name, {}).items():
@@ -95,7 +73,7 @@ def make(name, root, monkeypatch):
 
 
 def greedy(model, count):
-    """Ids of transformers' likeliest continuation up to its end, and their log-probabilities."""
+    """Return the token ids of transformers' greedy response, up to its end, and their log-probabilities."""
     ids, logprobs = torch.tensor([PROMPT]), []
     with torch.no_grad():
         for _ in range(count):
@@ -107,7 +85,7 @@ def greedy(model, count):
 
 
 def test_llama_cpp_with_an_exported_gguf_file_generates_the_same_tokens_as_transformers(tmp_path, monkeypatch):
-    """GELU is looked up in a table of half precision in llama.cpp, the rest is float32."""
+    """llama.cpp looks up GELU in a table of half precision, and computes the rest in float32."""
     jobs, expected = [], []
     for name in WRITTEN:
         folder, model = make(name, tmp_path, monkeypatch)
@@ -120,7 +98,7 @@ def test_llama_cpp_with_an_exported_gguf_file_generates_the_same_tokens_as_trans
 
 
 def test_logit_error_of_exported_gguf_files_grows_with_fewer_bits_per_weight(tmp_path, monkeypatch):
-    """Rows of 48 and 80 numbers, which blocks of 32 do not divide, have 16 bits in all formats below them; rows of 64 are in blocks."""
+    """Rows of 48 and 80 weights, which are no multiples of 32, have 16 bits per weight in all quantised formats."""
     folder, _ = make("llama_tied", tmp_path, monkeypatch)
     gaps = {}
     for kind in FORMATS:
@@ -168,7 +146,7 @@ def test_gguf_export_of_a_variant_of_a_family_that_llama_cpp_does_not_compute_is
 
 
 def tokenizer_folder(name, root):
-    """A folder of one of the kinds, or of Qwen's with the rule of Qwen3.5, whose words may hold combining marks."""
+    """Write the tokenizer `name`, one of TOKENIZERS. "qwen3.5" is Qwen's, whose words may also hold combining marks."""
     folder = tokenizer_folders.write(tokenizer_folders.KINDS[name.removesuffix("3.5")], root / name)
     if name == "qwen3.5":
         written = json.loads((folder / "tokenizer.json").read_text())
@@ -182,13 +160,8 @@ def tokenizer_folder(name, root):
 
 TOKENIZERS = ("gpt2", "qwen", "qwen3.5", "llama3", "llama2")
 TEXTS = (
-    "Hello there, what is 12 plus 30?",
-    "  two  spaces\n\n\tand a tab",
-    "don't we'll",
-    "1234567 3.14",
-    "naïve 北京 🙂",
-    "हिन्दी में",
-)
+    "Hello there, what is 12 plus 30?", "  two  spaces\n\n\tand a tab", "don't we'll", "1234567 3.14", "naïve 北京 🙂", "हिन्दी में",
+)  # fmt: skip
 
 
 def test_llama_cpp_with_an_exported_tokenizer_gives_the_token_ids_of_the_original_tokenizer(tmp_path):

@@ -1,4 +1,4 @@
-"""Models read from GGUF files: equal to the folders from which `nemo-rl-cpp export` wrote the files."""
+"""Models read from GGUF files equal the folders from which the files were exported."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,8 @@ def weights_of(path):
 def test_model_read_from_a_gguf_file_has_the_configuration_and_weights_of_the_exported_model(
     name, tmp_path, monkeypatch
 ):
-    """A file without sliding windows has positions for one window only, so that windows make no difference."""
+    """A file that cannot store a sliding window has positions for one window only, so that the window makes no
+    difference."""
     folder, _ = make(name, tmp_path, monkeypatch)
     export_gguf(folder, tmp_path / "model.gguf", "f32")
     expected, found = read_model_folder(folder), read_model_folder(resolve_model(tmp_path / "model.gguf"))
@@ -75,7 +76,7 @@ RECURRENT = SIZES | dict(
 
 
 def folder_of_blocks(folder, sizes=SIZES):
-    """A tiny model whose rows blocks of 32 weights divide."""
+    """Write the folder of a tiny model whose rows are divisible into blocks of 32 weights."""
     described = tiny_random(sizes)
     model = C.DecoderModel(described.native(), torch.float32, False)
     initialize_weights(model, 0, std=0.1)
@@ -94,7 +95,7 @@ def quantised(path, kind):
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
 def test_quantised_base_model_keeps_the_quantised_blocks_of_a_gguf_file_unchanged(kind, tmp_path):
-    """A block of 32 equal numbers 1 is d = 1/127 or -1/8 where it is quantised. A file may hold other blocks for them."""
+    """The file gets a block that quantising its dequantised weights would not restore."""
     folder, file = folder_of_blocks(tmp_path / "folder"), tmp_path / "model.gguf"
     export_gguf(folder, file, kind)
     expected, found = quantised(folder, kind), quantised(file, kind)
@@ -120,7 +121,7 @@ def test_quantised_recurrent_layers_keep_the_quantised_blocks_of_a_gguf_file_unc
 
 
 def test_gguf_blocks_that_span_several_value_heads_of_a_recurrent_layer_are_dequantised(tmp_path):
-    """The file has the value heads 0, 3, 1, 4, 2, 5: the first, second and third ones of each key head."""
+    """The file holds the value heads in the order 0, 3, 1, 4, 2, 5: first the first one of every key head."""
     heads_of_16 = RECURRENT | dict(linear_key_head_dim=16, linear_value_head_dim=16)
     folder, file = folder_of_blocks(tmp_path / "folder", heads_of_16), tmp_path / "model.gguf"
     export_gguf(folder, file, "q8_0")

@@ -1,4 +1,4 @@
-"""Model folders of many kinds: the same numbers, text and saved folder as transformers, or one sentence that names the file."""
+"""Valid model folders give the logits and text of transformers; invalid ones give an error that names the file."""
 
 import copy
 import json
@@ -65,8 +65,8 @@ def findings(a_run, path, overrides=None, length=60):
 
 
 def check_logits(hf, expected, model, path, overrides):
-    """The logits of ours are close to those of `hf`, with recurrent layers in float64: a recurrence accumulates the
-    rounding errors of float32, and torch's differ between processors."""
+    """Check that the native logits are close to those of `hf`. Recurrent layers are compared in float64, because a
+    recurrence accumulates float32's rounding errors, which differ between processors."""
     if "linear_attention" not in (getattr(hf.config, "layer_types", None) or ()):
         torch.testing.assert_close(C.Trainer(model).logits(IDS), expected, rtol=1e-4, atol=2e-4)
         return
@@ -78,7 +78,7 @@ def check_logits(hf, expected, model, path, overrides):
 
 
 def check_equal(hf, path, overrides, out):
-    """Ours equals `hf`, and so does what is saved."""
+    """Check that the native model and its saved folder equal `hf`; return the saved config.json."""
     folder, model = load(path, overrides)
     with torch.no_grad():
         expected = hf(IDS[None]).logits[0]

@@ -1,4 +1,4 @@
-"""The real SmolLM2-135M-Instruct against transformers, float32: logits, greedy text, a saved checkpoint."""
+"""Compare SmolLM2-135M-Instruct with transformers in float32: logits and greedy text."""
 
 import pytest
 import torch

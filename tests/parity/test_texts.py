@@ -1,4 +1,4 @@
-"""The text of token ids, for eight kinds of tokenizers: transformers' text of prompt and answer together, wherever it is read."""
+"""The text of a response is transformers' text of prompt and response together, for eight kinds of tokenizers."""
 
 import json
 import random
@@ -23,7 +23,7 @@ UNFINISHED = "\ufffd"
 
 
 def sentence_piece(prepend: str, strips: bool):
-    """As SentencePiece's of Llama 3.2 Vision or Gemma: marks by Metaspace, bytes for what is unknown."""
+    """Return a tokenizer like SentencePiece's of Llama 3.2 Vision or Gemma, with Metaspace marks and byte fallback."""
     tokenizer = byte_fallback()
     tokenizer.normalizer = None
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend, split=False)
@@ -50,7 +50,7 @@ TEXTS = [
 
 
 def rows(tokenizer, count, seed):
-    """Drawn prompts (text) and answers (ids): of texts, cut anywhere, and any ids at all."""
+    """Yield `count` random pairs (prompt, response ids); responses are parts of texts or any ids."""
     draw = random.Random(seed)
     for n in range(count):
         prompt = draw.choice(["the fine day", "Hello there, what is", "user", "12 plus 30?"])
@@ -63,7 +63,7 @@ def rows(tokenizer, count, seed):
 
 
 class Engine(FakeGeneration):
-    """Gives the ids that it was made with."""
+    """An engine that returns the responses it was created with."""
 
     def __init__(self, answers):
         super().__init__()
@@ -76,7 +76,7 @@ class Engine(FakeGeneration):
 
 
 def rollout_texts(tokenizer, prompts, answers):
-    """What environments, reward functions and evaluations read: scored at the end of a turn, and early."""
+    """Return the response texts that environments receive: (those scored early, those at the end of the turn)."""
     logs = [[{"role": "user", "content": "", "token_ids": torch.tensor(ids)}] for ids in prompts]
     batch = BatchedDataDict(message_log=logs, extra_env_info=[None] * len(logs), task_name=["x"] * len(logs))
     conversations = Conversations(batch, tokenizer, 10**6)
@@ -97,7 +97,7 @@ def rollout_texts(tokenizer, prompts, answers):
 
 
 def generated(tokenizer, prompt, ids):
-    """The text of `generate`, whole and in pieces."""
+    """Return the text of `TextGenerator.generate`, and check that its pieces add up to it."""
 
     def generate(prompt, on_token, **settings):
         for token in ids:
@@ -113,7 +113,8 @@ def generated(tokenizer, prompt, ids):
 
 
 def served(model, kind, body, ids):
-    """An answer's text by a route, whole and streamed; with the tokens of its log-probabilities, which come with their text."""
+    """Return the text of a server's answer. Check that the streamed answer and the texts of its log-probabilities are
+    equal."""
     sample = Sample(list(ids), [-1.0] * len(ids), LENGTH, [((token, -1.0),) for token in ids])
     answer = kind(model, body, None, "1")
     header, chat = Header("1", "m", 0), kind is ChatAnswer
@@ -179,7 +180,6 @@ def test_response_texts_of_rollouts_and_server_equal_those_decoded_by_transforme
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_utf8_character_split_between_prompt_and_response_appears_in_the_response_text(skip):
-    """A prompt that ends within a character has no text for it, so the answer that completes the character has it."""
     for make in (lambda: byte_level([]), byte_fallback):
         backend = make()
         ids = backend.encode("the \U0001f642!", add_special_tokens=False).ids

@@ -1,4 +1,4 @@
-"""Our critic against transformers: values, gradients of the value loss, AdamW steps, saved checkpoints."""
+"""Compare the native critic with transformers: values, gradients and saved checkpoints."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ NAMES = ("llama_tied", "granite_tied_biases", "phi3", "gemma3", "qwen3_moe", "de
 
 
 def pair(name, folder, dtype):
-    """The transformers decoder with a score matrix, and our value model with the same weights."""
+    """Return (transformers' decoder, a score matrix, the native critic with the same weights)."""
     hf = build(name, folder, dtype)
     score = torch.randn(1, hf.config.hidden_size, dtype=dtype, generator=torch.Generator().manual_seed(7)) * 0.3
     model = C.DecoderModel(native_config(read_config(folder), value_head=True, max_length=128), dtype, True)
@@ -28,7 +28,7 @@ def pair(name, folder, dtype):
 
 
 def hf_values(hf, score, ids, mask):
-    """[B, S]: V of the state before token t, 0 where nothing is asked."""
+    """Return transformers' value of the state before each token in `mask`, [B, S]; 0 at other tokens."""
     hidden = hf.model(input_ids=ids).last_hidden_state
     values = torch.nn.functional.pad((hidden @ score.T)[:, :-1, 0], (1, 0))
     return torch.where(mask, values, torch.zeros_like(values))

@@ -1,4 +1,4 @@
-"""What connects ranks and where models are placed: the choice of a back end and of a device, and what is refused before anybody waits."""
+"""The back end that connects ranks, the device of a model, and errors for unusable ones."""
 
 import pytest
 import torch

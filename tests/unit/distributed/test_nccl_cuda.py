@@ -1,4 +1,4 @@
-"""NCCL on real GPUs: one rank, and two where there are two. Its host side is tested everywhere: tests/cpp/distributed/test_nccl_communicator.cpp."""
+"""NCCL on GPUs, with one rank and, on a machine with two GPUs, with two."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 
 
 def exchange(communicator, device, dtype):
-    """Every operation between all ranks, against what each must get."""
+    """Run every collective operation between all ranks, and check its result."""
     rank, size = communicator.rank, communicator.size
     of_rank = lambda r: torch.arange(12, device=device).add(10 * r).to(dtype)
     parts = of_rank(rank).repeat(size, 1).contiguous()
@@ -53,7 +53,7 @@ def test_nccl_rendezvous_timeout_error_names_rank_and_phase():
 
 
 class OnGpus:
-    """Lives in a worker."""
+    """An object in a worker process that communicates by NCCL."""
 
     def __init__(self, ranks):
         self.communicator = ranks.communicator
@@ -65,7 +65,7 @@ class OnGpus:
         return torch.cuda.current_device()
 
     def round(self):
-        """A message there and back."""
+        """Send a message from rank 0 to rank 1 and back."""
         message, rank = torch.full((1 << 20,), 1.5, device="cuda"), self.communicator.rank
         self.communicator.send(message, to=1, phase="there") if rank == 0 else self.communicator.receive(message.zero_(), 0, phase="there")  # fmt: skip
         message += rank

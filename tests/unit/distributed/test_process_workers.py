@@ -1,4 +1,4 @@
-"""Worker processes: what they answer, and what the run's process learns when one of them fails, ends or is silent."""
+"""Worker processes: results of calls, and errors if a worker fails, ends or hangs."""
 
 import importlib.util
 import os
@@ -32,7 +32,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def lasting():
-    """One for all tests that leave it as it is."""
+    """A cluster shared by the tests that leave its workers alive."""
     made = two_workers()
     yield made
     made.shutdown()

@@ -1,4 +1,4 @@
-"""A batch without padding, and the same in NeMo RL's padded layout."""
+"""Batches without padding, and their conversion from and to NeMo RL's padded layout."""
 
 import torch
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of

@@ -1,4 +1,4 @@
-"""Workers as Ray actors: they answer as worker processes do, and a lost one is named."""
+"""Workers as Ray actors: results of calls, and errors that name a lost actor."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ ray = ray_workers.ray_module()
 
 @pytest.fixture(scope="module", autouse=True)
 def started_ray():
-    """One Ray for all tests here: workers use a Ray that runs already."""
+    """Start one Ray cluster for all tests of this file; workers use a Ray cluster that is running."""
     assert ray_workers.start_ray(3) and not ray_workers.start_ray(3)
     yield
     ray.shutdown()

@@ -1,4 +1,4 @@
-"""A run's workers on two nodes: two raylets of one Ray cluster on this machine, and two network namespaces for the communicator."""
+"""Workers on two Ray nodes of one machine, and ranks in two network namespaces."""
 
 import subprocess
 import sys
@@ -21,14 +21,13 @@ TRUTHS = [{"ground_truth": "B"}] * 4
 
 
 def _nodes_of_a_ray_of_its_own() -> str:
-    """Of a program that names no address: Ray would join what somebody else has started on this machine."""
+    """Return the output of a program without a Ray address, which must start a separate Ray cluster of one node."""
     program = "from nemo_rl_cpp.distributed import ray_workers as s; print(s.start_ray(1), len(s.ray_module().nodes()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     return done.stdout.strip() or done.stderr
 
 
 def test_death_of_a_ray_node_is_reported_and_its_environments_restart_on_another_node(monkeypatch):
-    """Its workers are named; an environment's actor that was there goes on on the other node."""
     ray = ray_module()
     from ray.cluster_utils import Cluster as RayCluster
 
@@ -66,7 +65,6 @@ def test_death_of_a_ray_node_is_reported_and_its_environments_restart_on_another
 
 
 def test_ranks_in_two_network_namespaces_communicate_and_report_a_lost_connection():
-    """Two ranks that reach each other over a link alone; both say so when it is down."""
     run = subprocess.run([sys.executable, TOOL], capture_output=True, text=True, timeout=240)
     if run.returncode == 3:
         pytest.skip(run.stdout.strip())

@@ -1,4 +1,4 @@
-"""Waiting for the workers of two clusters at once: whose error counts, and that neither cluster waits for the other for ever."""
+"""Waiting for the workers of two clusters at once: which error is raised, and that no cluster waits forever."""
 
 import threading
 
@@ -9,7 +9,7 @@ from nemo_rl_cpp.distributed.worker_calls import WorkerLostError, wait_together
 
 
 class Cluster:
-    """Its calls give `values`, raise `error`, or end when the workers are killed."""
+    """A replacement for a cluster's workers whose `wait` returns `values`, raises `error`, or hangs until `kill`."""
 
     def __init__(self, values=None, error=None, hangs=False):
         self.values, self.error, self.hangs, self.killed = values, error, hangs, threading.Event()

@@ -1,4 +1,4 @@
-"""Model folders that bitsandbytes quantised, against a reference decoder."""
+"""Compare weights loaded from model folders that bitsandbytes quantised with a reference decoder."""
 
 import json
 from dataclasses import replace

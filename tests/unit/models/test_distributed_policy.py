@@ -1,4 +1,4 @@
-"""A policy in two processes against one process: what it is asked, what it answers, and what happens when something is wrong."""
+"""Compare a policy in two processes with the same policy in one process."""
 
 import errno
 import re
@@ -22,7 +22,7 @@ TEACHERS = {"teacher.model_name": "tiny-random"}
 
 
 def batch(generation_logprobs=None):
-    """16 samples of 4 groups; each has a name that a loss may look at."""
+    """Return 16 samples in 4 prompt groups. Each sample has a name, by which `NamedLoss` recognises it."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(4, 12, (B,), generator=generator)
     T = int(lengths.sum())
@@ -38,7 +38,8 @@ def batch(generation_logprobs=None):
 
 
 class NamedLoss:
-    """Policy gradient with advantages of 1, on samples by name: each gets `steepness` added to its slope, which leaves the value."""
+    """A policy-gradient loss with advantages of 1, which adds `steepness[name]` to the slope of the named samples
+    without changing the loss's value."""
 
     def __init__(self, steepness):
         self.steepness = steepness
@@ -70,7 +71,7 @@ def tokenizer():
 
 @pytest.fixture
 def overrides():
-    """Of both policies; a test may have its own."""
+    """Configuration overrides of both policies; tests set them by parametrisation."""
     return ()
 
 
@@ -108,7 +109,6 @@ def test_policy_training_in_two_processes_is_bit_identical_to_one_process(one, t
 
 
 def test_one_mismatched_generation_logprob_makes_all_ranks_recompute_old_logprobs(one, two):
-    """Of the first global batch: every later sample is scored again, whichever rank has it."""
     logprobs = one.get_logprobs(batch())["logprobs"]
     for sample in (0, 8, 15):
         logprobs[int(batch().offsets[sample]) + 2] -= 0.3
@@ -180,7 +180,6 @@ BESIDE, SHARDED = "policy.overlap_grad_reduce=true", "policy.data_parallel_shard
 def test_non_finite_gradient_is_reported_with_its_sample_and_the_batch_is_saved(
     one, two, tmp_path, sample, weight, said
 ):
-    """Also where other ranks have begun to add their gradients; and training goes on."""
     before, messages = one.weight_digest(), []
     for policy, folder in ((one, tmp_path / "one"), (two, tmp_path / "two")):
         policy.keep_bad_batches(folder)
@@ -208,7 +207,7 @@ def test_non_finite_gradient_is_reported_with_its_sample_and_the_batch_is_saved(
     "overrides", [(BESIDE,), (SHARDED,), (SHARDED, "policy.gradient_blocks=4")], ids=["beside", "one block", "in turns"]
 )
 def test_all_ranks_can_train_after_an_error_on_one_rank_even_if_the_other_had_no_backward_pass(one, two, overrides):
-    """The failed rank has begun its sum; the other one has not."""
+    """The failed rank has joined the sum of gradients; the other rank has not."""
     data = batch()
     count, in_turns = two.config.gradient_blocks, two.config.shards_gradients
     first, second = (Ranks(rank, 2).blocks(data, 0, 8, count, in_turns) for rank in range(2))
@@ -222,7 +221,7 @@ def test_all_ranks_can_train_after_an_error_on_one_rank_even_if_the_other_had_no
 
 
 class FailsBefore(NamedLoss):
-    """Fails before the first micro-batch of one rank: the first that makes this folder."""
+    """A loss that raises an error before the first micro-batch, on the first rank that creates `folder`."""
 
     def __init__(self, folder):
         super().__init__({})

@@ -1,4 +1,4 @@
-"""The expert tensors of gpt-oss's and Qwen3.5's checkpoints: split as they are read, joined as they are written, MXFP4 as transformers converts it."""
+"""Reading and writing the expert tensors of checkpoints of gpt-oss and Qwen3.5."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_joining_split_expert_tensors_restores_the_fused_tensors(dtype):
 @pytest.mark.parametrize("scales_first", [False, True])
 @pytest.mark.parametrize("matrix", ["gate_up_proj", "down_proj"])
 def test_dequantised_mxfp4_experts_are_bit_identical_to_transformers(matrix, scales_first):
-    """With every byte and every scale but 255, which means that a block is not a number."""
+    """All bytes and all scales are tested, except the scale 255, which means NaN."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     generator = torch.Generator().manual_seed(0)

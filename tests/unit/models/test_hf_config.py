@@ -1,4 +1,4 @@
-"""config.json in one form: what decides about a model, what two models have in common, and how long a sequence may be."""
+"""The conversion of config.json to its canonical form and to the arguments of the native model."""
 
 import math
 

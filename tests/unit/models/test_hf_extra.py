@@ -1,4 +1,4 @@
-"""The transformers backend: what it makes of open keys, and that its modules load without transformers."""
+"""Defaults of the transformers backend, and the import of its modules without transformers."""
 
 import subprocess
 import sys

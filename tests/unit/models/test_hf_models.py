@@ -1,4 +1,4 @@
-"""The trainer on transformers: against the native one, packed against padded, critics, checkpoints, and what it refuses."""
+"""Compare training with transformers with the native trainer, and test packing, critics, checkpoints and errors."""
 
 import json
 
@@ -39,7 +39,7 @@ LOSSES = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A folder that both backends load."""
+    """Return a model folder that both backends load."""
     folder = tmp_path_factory.mktemp("llama") / "model"
     make(Policy, hf_config_overrides={"initializer_range": 0.1}).save_checkpoint(folder)
     return str(folder)
@@ -70,7 +70,6 @@ def test_ten_training_steps_with_transformers_match_those_of_the_native_trainer(
 
 
 def test_transformers_backend_logprobs_with_top_k_and_top_p_match_the_native_trainer(llama):
-    """top_k and top_p in training, a removed token, and the KL without filters."""
     generation = {"temperature": 0.7, "top_k": 9, "top_p": 0.8}
     native, ours = (
         make(Policy, model_name=llama, generation=generation),
@@ -92,7 +91,6 @@ def test_transformers_backend_logprobs_with_top_k_and_top_p_match_the_native_tra
 
 @pytest.mark.parametrize("model_type", ["llama", *FIVE, "gemma2"])
 def test_transformers_backend_gives_equal_gradients_for_packed_padded_and_unbatched_samples(model_type):
-    """The gradient of packed rows is that of padded ones and that of samples one by one; sliding windows too."""
     window = {"sliding_window": 3} if model_type == "gemma2" else {}
     gradients, logprobs, data = {}, {}, batch(1)
     loss = ClippedPGLossFn(ClippedPGLossConfig())
@@ -154,7 +152,6 @@ def test_bfloat16_policy_of_the_transformers_backend_has_float32_master_weights_
     ("model_type", "precision"), [("gemma", "float32"), ("mixtral", "bfloat16"), ("gpt_neox", "float32")]
 )
 def test_checkpoint_of_the_transformers_backend_resumes_bit_identically(model_type, precision, tmp_path):
-    """And loads in transformers, with the same log-probabilities."""
     from transformers import AutoModelForCausalLM
 
     loss = ClippedPGLossFn(ClippedPGLossConfig())
@@ -261,7 +258,7 @@ def test_transformers_backend_reads_infinity_as_transformers_5_writes_it(tmp_pat
 
 
 def test_missing_or_unexpected_weights_of_a_transformers_checkpoint_are_errors(llama, tmp_path):
-    """transformers would draw the missing ones anew."""
+    """transformers itself would initialise missing weights at random."""
     import shutil
 
     from safetensors.torch import load_file, save_file

@@ -1,4 +1,4 @@
-"""What the trainer on transformers does around a module, with modules of plain torch: log-probabilities in chunks, frozen parameters."""
+"""The transformers trainer on small torch modules: log-probabilities in chunks, and frozen parameters."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ V = 29
 
 
 class Head(nn.Module):
-    """Logits of an embedding of the input."""
+    """A language model whose logits for a token are a row of a weight matrix."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -26,7 +26,7 @@ class Head(nn.Module):
 
 
 def rows():
-    """Seven wanted tokens of two samples."""
+    """Return the input of two samples with seven tokens to score."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, V, (2, 6), generator=generator)
     row, column = torch.tensor([0, 0, 0, 1, 1, 1, 1]), torch.tensor([1, 2, 4, 0, 1, 2, 4])
@@ -34,7 +34,8 @@ def rows():
 
 
 def reference(module, picked, scoring):
-    """(scored, unfiltered) from all logits at once, with the filters as loops over the vocabulary."""
+    """Return (log-probabilities under `scoring`, log-probabilities without top-k and top-p), computed in loops over the
+    vocabulary."""
     logits = module(picked.input_ids).logits[picked.row, picked.column].float() / scoring.temperature
     raw = torch.log_softmax(logits, -1).gather(-1, picked.targets[:, None])[:, 0]
     masked = logits.clone()
@@ -74,7 +75,6 @@ def test_logprob_chunk_size_does_not_change_logprobs_or_gradients(chunk, scoring
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprob_computation_saves_only_the_logits_for_the_backward_pass(dtype):
-    """Neither float32 copies of them, nor their softmax."""
     module, kept = Head(dtype), []
 
     def keep(tensor):
@@ -97,7 +97,8 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_optimizer_steps_of_the_transformers_backend_do_not_change_frozen_parameters(dtype):
-    """They are not decayed; the others are stepped as if the frozen ones were not there."""
+    """Frozen parameters get no weight decay either; the others get the steps of torch's AdamW without the frozen
+    ones."""
     torch.manual_seed(0)
     module = Layers()
     before = {name: p.detach().clone() for name, p in module.named_parameters()}

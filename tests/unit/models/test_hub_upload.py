@@ -1,4 +1,4 @@
-"""push_to_hub against a stand-in of the hub's client: what is asked of it, and what is said when it refuses."""
+"""`push_to_hub` with a replacement for the Hub's client."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,8 @@ from nemo_rl_cpp.models.hub_upload import UploadError
 
 
 class Client:
-    """Of huggingface_hub.HfApi what is called; with `status` it answers with that error."""
+    """A replacement for huggingface_hub.HfApi that records its calls. With `status` it raises an error with this HTTP
+    status."""
 
     def __init__(self, status=None):
         self.calls, self.status = [], status
@@ -46,15 +47,6 @@ def test_newest_checkpoint_is_uploaded_to_a_private_hub_repository(run_folder):
         "config.json",
         "model.safetensors",
     ]
-
-
-def test_lora_adapter_of_a_quantised_base_is_uploaded_without_base_weights(run_folder):
-    weights = run_folder / "step_10" / "policy" / "weights"
-    (weights / "adapter").mkdir()
-    (weights / "model.safetensors").rename(weights / "adapter" / "adapter_model.safetensors")
-    client = Client()
-    push_to_hub(run_folder, "org/model", client=client)
-    assert client.calls[1][1]["allow_patterns"] == ["adapter/adapter_model.safetensors", "config.json"]
 
 
 def test_hub_repository_name_without_an_organisation_is_prefixed_with_the_user_name(run_folder):

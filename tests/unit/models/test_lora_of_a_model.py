@@ -1,4 +1,4 @@
-"""Which matrices get adapters, how many numbers that is, how A begins, and what a saved adapter is refused for."""
+"""The matrices that LoRA adapts, the numbers of their weights, their initialisation, and saved adapters."""
 
 import json
 import math
@@ -8,12 +8,10 @@ import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.lora import LayerKinds, LoraConfig, adapted_modules, matches
 from nemo_rl_cpp.config.policy import PolicyConfig
-from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.lora import Lora, remove_adapter
 from nemo_rl_cpp.models.model_folder import tiny_random
 from nemo_rl_cpp.models.model_sizes import ModelSizes, adapter_sizes, model_sizes
 from nemo_rl_cpp.models.nemotron_h import our_name
-from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.weights import initialize_weights, named_views
 from row_batch import padded_rows
 from tiny_layers import LAYERS
@@ -23,14 +21,8 @@ RECURRENT = dict(model_type="qwen3_5_text", layer_types=["full_attention", "line
                  linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=32)  # fmt: skip
 LATENT = dict(model_type="deepseek_v3", num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=40, qk_rope_head_dim=16, qk_nope_head_dim=24,
               v_head_dim=32, first_k_dense_replace=3)  # fmt: skip
-SHARED = dict(
-    model_type="qwen2_moe",
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=24,
-    shared_expert_intermediate_size=40,
-    mlp_only_layers=[1],
-)
+SHARED = dict(model_type="qwen2_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+              shared_expert_intermediate_size=40, mlp_only_layers=[1])  # fmt: skip
 MAMBA = LAYERS["nemotron_h"] | dict(model_type="nemotron_h", hybrid_override_pattern="M*-")
 MAMBA_EXPERTS = MAMBA | dict(hybrid_override_pattern="ME*E-", n_routed_experts=4, moe_intermediate_size=24,
                              moe_shared_expert_intermediate_size=40, moe_latent_size=48)  # fmt: skip
@@ -65,7 +57,7 @@ def test_lora_target_module_patterns_match_the_expected_matrices(pattern, module
      ({"match_all_linear": False, "target_modules": ["*proj*", "*.experts"]}, 14, MAMBA_EXPERTS)],
 )  # fmt: skip
 def test_computed_number_of_lora_parameters_equals_that_of_the_native_model(keys, count, more):
-    """Elements of A and B, and of the matrices that are kept twice: as in the layouts of the core."""
+    """The numbers are those of A and B together, and of the base weights of which `merge` keeps a frozen copy."""
     config, folder = LoraConfig(enabled=True, dim=4, **keys), tiny_random(SIZES | more)
     modules = adapted_modules(config, LayerKinds.of(ModelSizes.of(folder.native())))
     assert len(modules) == count
@@ -73,20 +65,16 @@ def test_computed_number_of_lora_parameters_equals_that_of_the_native_model(keys
     layout = C.ParameterLayout(native, 4, [our_name(f"{module}.weight") for module in modules])
     trained = sum(math.prod(spec.shape) for spec in layout.specs)
     assert [spec.name for spec in layout.specs if spec.name.endswith("lora_A.weight")] == [our_name(f"{name}.lora_A.weight") for m in modules for name in ([f"{m}.base_layer", m] if m.endswith(".experts") else [m])]  # fmt: skip
-    recurrent = ({"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}, {"in_proj"}, {"out_proj"})
-    first = {"q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"}
-    side_by_side = (
-        first,
-        {"experts"},
-        {"shared_expert_gate"},
-        {"q_b_proj"},
-        {"kv_b_proj"},
-        {"o_proj"},
-        {"gate_proj", "up_proj"},
-        {"down_proj"},
-        *recurrent,
-    )
-    layers_parts = {(m.split(".")[2], part) for m in modules for part in map(frozenset, side_by_side) if m.rpartition(".")[2] in part}  # fmt: skip
+    together = (
+        {"q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"}, {"gate_proj", "up_proj"},
+        {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"},
+    )  # fmt: skip
+    layers_parts = set()
+    for module in modules:
+        name = module.rpartition(".")[2]
+        layers_parts.add(
+            (module.split(".")[2], frozenset(next((names for names in together if name in names), {name})))
+        )
 
     def part_of(name: str) -> str:
         return "experts" if ".experts." in name else name.split(".")[-2]
@@ -123,11 +111,8 @@ def test_lora_on_all_linear_layers_of_a_moe_model_freezes_routers_and_experts():
         name.removesuffix(".lora_B.weight") for name, grad in gradients.items() if "lora_B" in name and grad.any()
     }
     attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    shared = [
-        "mlp.shared_expert_gate",
-        *(f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
-    ]
-    dense = [f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    names = ("gate_proj", "up_proj", "down_proj")
+    shared, dense = ["mlp.shared_expert_gate", *(f"mlp.shared_expert.{n}" for n in names)], [f"mlp.{n}" for n in names]
     expected = ((0, attention + shared), (1, attention + dense), (2, attention + shared))
     assert trained == {f"model.layers.{layer}.{name}" for layer, names in expected for name in names}
     assert lora.peft_config()["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -174,18 +159,6 @@ def test_lora_a_is_initialised_from_the_seed_and_lora_b_with_zeros(init):
     plain = C.DecoderModel(folder.native(), torch.float32, False)
     initialize_weights(plain, 0)
     assert plain.digest() == model.digest()
-
-
-def test_each_tensor_parallel_rank_holds_its_slice_of_the_lora_adapter():
-    folder = tiny_random({**SIZES, "vocab_size": 4096})
-    lora = lora_of(folder)
-    whole = adapted(lora, folder)
-    expected = named_views(whole.trained_layout.specs, whole.masters)
-    for rank in range(2):
-        for spec in C.ParameterLayout(folder.native(), 4, lora.targets, rank, 2).specs:
-            assert spec.whole == list(expected[spec.name].shape)
-            is_split = spec.name.endswith("lora_B.weight") != any(part in spec.name for part in ("o_proj", "down_proj"))
-            assert (spec.split == 1 and spec.begin == rank * spec.shape[1]) if is_split else spec.shape == spec.whole
 
 
 def test_saved_lora_adapter_is_restored_exactly_and_rejected_with_different_settings(tmp_path):
@@ -268,17 +241,3 @@ def test_removing_a_lora_adapter_deletes_only_files_that_this_package_wrote(tmp_
     other.write_text("{}")
     remove_adapter(tmp_path)
     assert other.is_file()
-
-
-@pytest.mark.parametrize("query_rank", [None, 24])
-def test_computed_parameter_counts_of_latent_attention_equal_those_of_its_matrices(query_rank, tmp_path):
-    config = {
-        "model_type": "deepseek_v3", "vocab_size": 61, "hidden_size": 40, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "q_lora_rank": query_rank, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20,
-        "moe_intermediate_size": 24, "n_routed_experts": 5, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    sizes, shapes = model_sizes(str(tmp_path), None), parameter_shapes(native_config(config))
-    assert sizes.parameters == sum(map(math.prod, shapes.values()))
-    cached = 2 * sizes.num_key_value_heads * sizes.head_dim
-    assert cached == 2 * 4 * (16 + 8)  # the KV cache pads values to the size of keys

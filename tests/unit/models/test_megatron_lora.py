@@ -1,4 +1,4 @@
-"""Megatron's LoRA (`megatron_cfg.peft`): which adapters share a matrix, how many numbers they have, and what is saved."""
+"""Megatron's LoRA (`megatron_cfg.peft`), in which q, k and v have one adapter, and gate and up another."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Remarks about a model folder are said once, whoever finds them first."""
+"""Warnings about a model folder, which are printed once, and errors for folders with an adapter."""
 
 import json
 
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A whole file of weights beside an index that is left over: model.safetensors counts, which is said."""
+    """Return a folder with model.safetensors and an index of shards, of which the index is ignored with a warning."""
     monkeypatch.setattr(errors, "_SAID", set())
     shapes = parameter_shapes(open_model_folder("tiny-random").native())
     (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIG))

@@ -1,4 +1,4 @@
-"""Teachers outside the native core score as the native teacher does."""
+"""Compare distillation teachers outside the native core with the native teacher."""
 
 import json
 import threading

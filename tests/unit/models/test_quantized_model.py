@@ -1,4 +1,4 @@
-"""A model with quantised matrices computes the bits of the same model with the dequantised weights."""
+"""Compare a model with quantised matrices with a model that holds the dequantised weights."""
 
 import math
 from dataclasses import replace
@@ -41,7 +41,7 @@ def model_of(sizes, kind, dtype, seed=0):
 
 
 def dequantised(sizes, kind, dtype):
-    """Return the model without quantisation whose layers' matrices went through the blocks."""
+    """Return (the quantised model, a model without quantisation that holds the dequantised weights)."""
     quantised, plain = model_of(sizes, kind, dtype), model_of(sizes, None, dtype)
     views = named_views(plain.specs, plain.compute)
     for spec in quantised.blocks:
@@ -58,7 +58,8 @@ def dequantised(sizes, kind, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", MODELS.values(), ids=MODELS)
 def test_logits_of_quantised_and_dequantised_models_are_bit_identical(sizes, dtype, kind):
-    """But where dequantised weights are not rounded to bfloat16: only the model without quantisation rounds them then."""
+    """Without bfloat16 instructions the logits differ, since only the model without quantisation rounds the weights to
+    bfloat16."""
     quantised, plain = dequantised(sizes, kind, dtype)
     for count in (1, 3, 20):
         ids = torch.arange(count) * 7 % 40
@@ -85,16 +86,14 @@ def test_quantised_weights_use_the_bits_per_weight_of_their_format(kind):
     assert quantised.digest() != plain.digest()
 
 
-def test_small_gate_matrices_of_a_gated_delta_net_are_not_quantised():
-    names = [spec.name for spec in model_of(RECURRENT, "q4_0", torch.bfloat16).blocks]
-    mixer = [name.split(".")[-2] for name in names if ".0.linear_attn." in name]
-    assert mixer == ["in_proj_qkv", "in_proj_z", "out_proj"] and len(names) == 2 * 6 + 7 + 2
-
-
-def test_only_the_projections_of_mamba_layers_are_quantised():
-    names = [spec.name for spec in model_of(MAMBA, "q4_0", torch.bfloat16).blocks]
-    assert names[1:3] == [f"model.layers.0.mamba.{name}.weight" for name in ("in_proj", "out_proj")]
-    assert len(names) == 2 + 4 + 2 + 2  # Mamba, attention, MLP; embedding and LM head
+@pytest.mark.parametrize(
+    "sizes, mixer, expected, count",
+    [(RECURRENT, "linear_attn", ["in_proj_qkv", "in_proj_z", "out_proj"], 2 * 6 + 7), (MAMBA, "mamba", ["in_proj", "out_proj"], 2 + 4 + 2)],
+)  # fmt: skip
+def test_only_the_large_matrices_of_recurrent_layers_are_quantised(sizes, mixer, expected, count):
+    names = [spec.name for spec in model_of(sizes, "q4_0", torch.bfloat16).blocks]
+    assert [name.split(".")[-2] for name in names if f".0.{mixer}." in name] == expected
+    assert len(names) == count + 2  # embedding and LM head
 
 
 @pytest.mark.parametrize("sizes", [{}, {**RECURRENT, "hidden_size": 256}, {**BOTH, "hidden_size": 256, "moe_intermediate_size": 256}, {**MAMBA, "hidden_size": 256, "intermediate_size": 1024}, {**MAMBA_EXPERTS, "hidden_size": 256, "intermediate_size": 1024}])  # fmt: skip
@@ -131,24 +130,19 @@ def test_weight_digest_changes_if_a_quantised_weight_block_changes():
     assert one.digest() != other.digest()
 
 
-def test_quantising_unsupported_matrix_shapes_or_dtypes_is_an_error():
-    with pytest.raises(ModelFolderError, match="policy.quantization is q4_0, .* has intermediate_size 80, .*=null"):
-        replace(tiny_random({**SIZES, "intermediate_size": 80}), quantization="q4_0").check_quantization(
-            "policy.quantization"
-        )
-    with pytest.raises(
-        ModelFolderError, match="has linear_num_value_heads . linear_value_head_dim 16, which is no multiple"
-    ):
-        replace(
-            tiny_random({**RECURRENT, "linear_num_key_heads": 1, "linear_num_value_heads": 1}), quantization="q4_0"
-        ).check_quantization("policy.quantization")
-    with pytest.raises(ModelFolderError, match="has mamba_num_heads . mamba_head_dim 16, which is no multiple"):
-        replace(tiny_random({**MAMBA, "mamba_num_heads": 1, "n_groups": 1}), quantization="q4_0").check_quantization(
-            "policy.quantization"
-        )
-    with pytest.raises(ModelFolderError, match="has experts, whose quantised weights are read on the CPU only"):
-        mixture = tiny_random({**SIZES, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2})
-        replace(mixture, quantization="q4_0").check_quantization("policy.quantization", "cuda")
+@pytest.mark.parametrize(
+    "sizes, device, reason",
+    [({"intermediate_size": 80}, "cpu", "policy.quantization is q4_0, .* has intermediate_size 80, .*=null"),
+     (RECURRENT | {"linear_num_key_heads": 1, "linear_num_value_heads": 1}, "cpu", "has linear_num_value_heads . linear_value_head_dim 16, which is no multiple"),
+     (MAMBA | {"mamba_num_heads": 1, "n_groups": 1}, "cpu", "has mamba_num_heads . mamba_head_dim 16, which is no multiple"),
+     (EXPERTS, "cuda", "has experts, whose quantised weights are read on the CPU only")],
+)  # fmt: skip
+def test_quantising_unsupported_matrix_shapes_is_an_error(sizes, device, reason):
+    with pytest.raises(ModelFolderError, match=reason):
+        replace(tiny_random(SIZES | sizes), quantization="q4_0").check_quantization("policy.quantization", device)
+
+
+def test_training_or_float64_computation_of_a_quantised_base_is_an_error():
     native = replace(tiny_random(SIZES), quantization="q4_0").native()
     with pytest.raises(ValueError, match="frozen"):
         C.DecoderModel(native, torch.bfloat16, True)

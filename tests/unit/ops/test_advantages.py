@@ -1,4 +1,4 @@
-"""The native advantage estimators against slow references, by hand, and against hostile masked values."""
+"""Compare the native advantage estimators with slow references and with values computed by hand."""
 
 import math
 
@@ -176,7 +176,8 @@ def test_critic_values_at_masked_positions_do_not_change_gae(dtype, normalize):
 
 
 def test_gae_with_lambda_1_is_the_monte_carlo_advantage_and_with_lambda_0_the_td_error():
-    """One row, gamma 0.5, reward 8 at the last valid token: returns are 8 gamma^k, TD errors r + gamma V' - V."""
+    """One row with gamma 0.5 and a reward of 8 at the last valid token: returns are 8 gamma^k, TD errors r + gamma V' -
+    V."""
     mask = torch.tensor([[0, 1, 1, 0, 1]])
     values = torch.tensor([[9.0, 1.0, 2.0, 9.0, 4.0]], dtype=torch.float64)
     rewards = torch.tensor([8.0], dtype=torch.float64)
@@ -223,7 +224,7 @@ def test_advantages_with_a_kl_penalty_but_without_logprobs_are_an_error():
 
 
 def test_advantage_estimators_are_bit_identical_for_ragged_and_padded_batches():
-    """Lengths 0 to 1,500: rows of several blocks, of one, of none; masked tokens in between, log-probs, whitening."""
+    """Lengths are 0 to 1,500, so that rows have several blocks, one block or none."""
     rng = np.random.default_rng(8)
     lengths = torch.as_tensor([1500, 0, 1, 7, 8, 600, 512, 513, *rng.integers(0, 900, 30)])
     offsets, width = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]), int(lengths.max())

@@ -1,4 +1,4 @@
-"""Packed and paged attention: a float64 reference, torch's SDPA, and the same bits for every way to split."""
+"""Packed and paged attention against a float64 reference, and its bits for every way to split a sequence."""
 
 import math
 import random
@@ -20,12 +20,12 @@ CASES = [(shape, DTYPES[(i + j) % 3], window) for i, shape in enumerate(HEADS) f
 
 
 def softcap_of(window):
-    """One of the windows has a softcap of its scores, too."""
+    """Return the softcap of attention scores; only the window 40 has one."""
     return 2.0 if window == 40 else 0.0
 
 
 def sinks_of(shape, window, dtype=torch.float64):
-    """Two of the windows have sinks, of which some outweigh all keys and some none."""
+    """Return the attention sinks of the windows 9 and 64: some outweigh all keys, some have almost no weight."""
     return torch.linspace(-4, 6, shape[0], dtype=torch.float64).to(dtype) if window in (9, 64) else None
 
 
@@ -54,7 +54,7 @@ def assert_same_bits(a, b):
 
 
 class Cache:
-    """A one-layer cache whose blocks are handed out in random order and whose unwritten positions are NaN."""
+    """A KV cache of one layer that assigns blocks in random order and holds NaN at unwritten positions."""
 
     def __init__(self, shape, dtype, blocks, seed, window=0):
         n, k, h = shape
@@ -68,7 +68,8 @@ class Cache:
         return [self.free.pop() for _ in range(-(-length // TILE))]
 
     def keys(self, block):
-        """[K, H, TILE] of a block, which holds rows of a head's terms or, where tiles multiply, pairs of them."""
+        """Return the keys of a block as [K, H, TILE]. The cache holds the terms of a head in rows, or for tile
+        instructions in pairs."""
         tiles, h = self.storage[block, :, 0], self.head_dim
         if self.in_pairs:
             return tiles.unflatten(-1, (h // 2, TILE, 2)).transpose(-1, -2).flatten(-3, -2)
@@ -79,8 +80,8 @@ class Cache:
 
 
 def paged_in_chunks(sequence_qkv, shape, seed, decode_from=None, window=0):
-    """All sequences through one cache, several a step, each in random chunks (single tokens after decode_from); blocks
-    before the window of the next token are taken away."""
+    """Compute all sequences with one cache, several per step, in random chunks (single tokens from `decode_from` on).
+    Blocks before the window of the next token are released. Return the outputs of each sequence."""
     rng = random.Random(seed)
     dtype = sequence_qkv[0].dtype
     cache = Cache(shape, dtype, sum(-(-len(x) // TILE) for x in sequence_qkv) + 3, seed, window)
@@ -235,7 +236,7 @@ def test_nan_in_later_tokens_does_not_change_the_attention_output_of_earlier_tok
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_over_a_copied_kv_cache_block_is_the_same_as_without_sharing(dtype):
-    """Copy-on-write of a prompt's last block: both continue as if alone."""
+    """The block is the last of a prompt, after which two responses continue."""
     shape, prompt, more = (9, 3, 64), 45, 30
     heads = heads_of(shape)
     qkv = random_qkv(prompt + 2 * more, shape, dtype)

@@ -1,4 +1,4 @@
-"""Gradients of packed attention: a float64 reference, torch's SDPA, shared prefixes, the same bits with any threads."""
+"""Gradients of packed attention against a float64 reference, for shared prefixes and any number of threads."""
 
 import math
 
@@ -24,7 +24,7 @@ CASES = [
 
 
 def sinks_of(shape, window, dtype):
-    """Two of the windows have sinks."""
+    """Return the attention sinks of the windows 9 and 50; others have none."""
     return torch.linspace(-3, 3, shape[0], dtype=torch.float64).to(dtype) if window in (9, 50) else None
 
 
@@ -53,7 +53,8 @@ def relative_gap(a, b):
 
 
 def group_layout(prompt, lengths, first=0):
-    """A prompt at row `first`, then its generations, which share it."""
+    """Return (sequences, number of rows): a prompt at row `first`, then responses with the lengths `lengths` that share
+    it."""
     starts = first + prompt + np.concatenate([[0], np.cumsum(lengths)])
     return [(first, prompt, 0, 0)] + [(int(s), n, first, prompt) for s, n in zip(starts, lengths)], int(starts[-1])
 
@@ -81,7 +82,7 @@ def test_attention_gradients_match_a_float64_reference(shape, dtype, grad_dtype,
 
 
 def test_bfloat16_attention_gradients_match_float64_up_to_rounding():
-    """Whatever is rounded on the way (the softmax's weights, P, dS and d_out, where pairs are multiplied), errors stay those of bfloat16."""
+    """The softmax's weights, P, dS and d_out may be rounded to bfloat16 in between."""
     n, k, h = shape = (6, 2, 64)
     sequences = [(0, 150, 0, 0), (150, 60, 0, 33)]
     qkv, d_out = inputs(210, shape, torch.bfloat16, torch.float32)
@@ -120,7 +121,7 @@ def test_attention_gradient_of_a_shared_prefix_is_the_sum_over_the_sequences_tha
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_gradient_is_bit_identical_for_any_number_of_threads(dtype):
-    """Batches that are split into several jobs: a long sequence, and a prompt with many generations."""
+    """The batches are split into several jobs: a long sequence, and a prompt with many responses."""
     shape = (9, 3, 64)
     long = [(0, 1500, 0, 0), (1500, 100, 0, 0)]
     group, end = group_layout(150, [90] * 24)

@@ -1,6 +1,5 @@
-"""Every set of instructions that this machine has, and the tiles in software, keep the promise: a row's bits do not depend on the
-rows beside it, and what generation and training compute from the same weights is equal. A process decides for one set when it
-loads, so each set is a process of its own."""
+"""For every CPU capability, a row's result does not depend on other rows, and generation equals training. A process
+chooses its capability when it loads the core, so each is tested in a separate process."""
 
 import json
 import os
@@ -98,7 +97,7 @@ assert run_grpo_math.main(sys.argv[1:]) == 0
 
 
 def under(capability: str, *command: str) -> str:
-    """What a process that may use this set prints."""
+    """Return the output of a process that runs Python's `command` with the CPU capability `capability`."""
     run = subprocess.run(
         [sys.executable, *command], env=os.environ | {"NEMO_RL_CPU_CAPABILITY": capability}, capture_output=True, text=True, timeout=300
     )  # fmt: skip
@@ -116,7 +115,7 @@ print(C.cpu_capability(), flush=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", AVAILABLE)
 def test_kernels_of_every_cpu_capability_give_results_independent_of_the_batch(capability, tmp_path):
-    """Products, and attention whatever the packing, chunks, prefixes and threads; then a run of three steps."""
+    """Test matrix products, attention with any packing, chunks, prefixes and threads, and a run of three steps."""
     said = under(
         capability, "-c", USED + ROWS + PRODUCTS + ATTENTION + RUN, "--config", str(ROOT / "configs" / "grpo_tiny.yaml"),
         "policy.precision=bfloat16", "grpo.max_num_steps=3", "grpo.val_period=0", "checkpointing.enabled=false",
@@ -139,7 +138,3 @@ def test_unknown_name_of_a_cpu_capability_is_an_error(monkeypatch):
     monkeypatch.setenv("NEMO_RL_CPU_CAPABILITY", "avx1024")
     with pytest.raises(ValueError, match="NEMO_RL_CPU_CAPABILITY is 'avx1024', but must be one of base, avx2"):
         _native._load()
-
-
-def test_selected_cpu_capability_is_one_of_the_known_names():
-    assert C.cpu_capability() in CPU_CAPABILITIES

@@ -1,4 +1,4 @@
-"""The native clipped policy-gradient loss against slow references, by hand, and against its own splits."""
+"""Compare the native policy-gradient losses with slow references and with values computed by hand."""
 
 import math
 
@@ -24,14 +24,15 @@ def close(ours, expected, rtol, scale=1.0):
 
 
 class Differences(dict):
-    """The largest relative difference of each kind."""
+    """The largest relative difference noted so far, by kind."""
 
     def note(self, kind, difference):
         self[kind] = max(self.get(kind, 0.0), difference)
 
 
 def run_case(name, seed, found):
-    """Compare a drawn case of the loss `name` in float64 and in float32 with the references, and note differences."""
+    """Compare the loss `name` on the random case `seed`, in float64 and float32, with the reference; note differences
+    in `found`."""
     rng = np.random.default_rng([seed, *name.encode()])
     c = cases.config(rng, name)
     x, data = cases.batch(rng, max_len=40 if seed % 20 == 0 else 6)
@@ -70,8 +71,9 @@ def run_case(name, seed, found):
 
 
 def check_gradient(ours, wanted, rtol, without, note):
-    """The largest difference from `wanted`, relative to its largest element. `without` gives the gradient's scale
-    without a term: where terms cancel, a difference is relative to the largest of them. None: not allowed."""
+    """Check `ours` against `wanted`, and return the largest difference relative to the largest element of `wanted`.
+    `without(term)` returns the gradient's scale without a term of the loss: if terms cancel each other, a difference
+    may be relative to the largest of them. None: not allowed."""
     wanted = torch.zeros_like(ours, dtype=torch.float64) if wanted is None else wanted
     if not wanted.numel():
         return 0.0
@@ -94,14 +96,23 @@ def test_every_policy_gradient_loss_matches_a_reference_implementation(name, cou
             print(f"\n{name}: {count} cases", *(f"{kind} {value:.1e}" for kind, value in found.items()), sep=", ")
 
 
+def constant_data(tokens, dtype=torch.float64, **changes):
+    """Return the inputs of one sequence with old log-probabilities of -1 and advantages of 1, with `changes`."""
+    logprobs = torch.full((1, tokens), -1.0, dtype=dtype)
+    ones = {
+        "advantages": torch.ones_like(logprobs),
+        "token_mask": torch.ones_like(logprobs),
+        "sample_mask": torch.ones(1),
+    }
+    return ones | {"prev_logprobs": logprobs, "generation_logprobs": logprobs} | changes
+
+
 def one_row(ratios, advantage, penalty=None, **config):
-    """The native result for one sequence with the given token ratios and prev log-prob -1."""
-    prev = torch.full((1, len(ratios) + 1), -1.0, dtype=torch.float64)
-    x = prev[:, 1:] + torch.tensor([ratios], dtype=torch.float64).log()
-    data = {
-        "advantages": torch.full_like(prev, advantage), "prev_logprobs": prev, "generation_logprobs": prev,
-        "token_mask": torch.ones_like(prev), "sample_mask": torch.ones(1), "kl_cov_penalty": penalty,
-    }  # fmt: skip
+    """Return the native result for one sequence with the probability ratios `ratios` and old log-probabilities of
+    -1."""
+    data = constant_data(len(ratios) + 1, kl_cov_penalty=penalty)
+    data["advantages"] *= advantage
+    x = data["prev_logprobs"][:, 1:] + torch.tensor([ratios], dtype=torch.float64).log()
     fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0, **config))
     return fn.native(x, data, torch.tensor(1.0), torch.tensor(float(len(ratios))))
 
@@ -158,12 +169,9 @@ def test_dppo_kl_loss_has_zero_gradient_for_tokens_beyond_its_kl_bound():
 
 
 def test_infinite_gspo_ratio_is_clipped_or_reported_as_non_finite():
-    """A row's ratio that is infinite counts at its valid tokens alone: a masked one stays 0, not 0 * inf."""
-    data = {
-        "generation_logprobs": torch.full((1, 5), -1.0), "prev_logprobs": torch.full((1, 5), -1.0), "sample_mask": torch.ones(1),
-        "token_mask": torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0]]),
-    }  # fmt: skip
-    data["prev_logprobs"][0, 2] = -torch.inf
+    """The infinite ratio of a row counts only at its valid tokens; masked tokens stay 0 instead of 0 * inf."""
+    mask, prev = torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0]]), torch.tensor([[-1.0, -1.0, -torch.inf, -1.0, -1.0]])
+    data = constant_data(5, torch.float32, token_mask=mask, prev_logprobs=prev)
     gspo = {"sequence_level_importance_ratios": True, "token_level_loss": False, "reference_policy_kl_penalty": 0.0}
 
     def loss(advantage):
@@ -177,11 +185,8 @@ def test_infinite_gspo_ratio_is_clipped_or_reported_as_non_finite():
 
 
 def test_token_of_zero_probability_under_the_new_policy_is_reported_with_row_and_position():
-    """Ratio e^-inf = 0: loss and gradient are 0 there. The entropy is not a number, and the place is said."""
-    data = {
-        "generation_logprobs": torch.full((1, 5), -1.0), "prev_logprobs": torch.full((1, 5), -1.0), "sample_mask": torch.ones(1),
-        "token_mask": torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0]]), "advantages": torch.ones(1, 5),
-    }  # fmt: skip
+    """Its ratio e^-inf is 0, and so are its loss and gradient; its entropy is NaN."""
+    data = constant_data(5, torch.float32, token_mask=torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0]]))
     curr = torch.full((1, 4), -1.0)
     curr[0, 3] = -torch.inf  # a masked token does not count
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
@@ -192,11 +197,9 @@ def test_token_of_zero_probability_under_the_new_policy_is_reported_with_row_and
 
 
 def test_sequence_level_importance_weights_match_hand_computed_values():
-    """Weights 4 and 1: their product is 4, their geometric mean 2. R = 1, so C = -A W with A = 1."""
+    """The weights are 4 and 1, their product 4, their geometric mean 2. R = 1, so C = -A W with A = 1."""
     prev = torch.full((1, 3), -1.0, dtype=torch.float64)
-    generation = prev - torch.tensor([[0.0, math.log(4.0), 0.0]], dtype=torch.float64)
-    data = {"advantages": torch.ones(1, 3), "prev_logprobs": prev, "generation_logprobs": generation,
-            "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}  # fmt: skip
+    data = constant_data(3, generation_logprobs=prev - torch.tensor([[0.0, math.log(4.0), 0.0]], dtype=torch.float64))
     for kind, bounds, weight in (
         ("seq-tis", (0.0, 3.0), 3.0), ("seq-icepop", (0.5, 3.0), 0.0), ("seq-icepop", (0.5, 5.0), 4.0),
         ("geo-tis", (0.0, 1.5), 1.5), ("geo-icepop", (0.5, 3.0), 2.0), ("geo-icepop", (0.5, 1.5), 0.0),
@@ -220,18 +223,17 @@ def test_bypass_mode_uses_generation_logprobs_as_old_logprobs():
 
 
 def test_loss_aggregation_modes_match_hand_computed_values():
-    """R = 1 and A = 1 at three tokens of one sequence: the mean is -1, the sum -3, the sum over 12 tokens -1/4."""
+    """One sequence with three tokens of R = 1 and A = 1: the mean is -1, the sum -3, the sum divided by 12 is -1/4."""
     for name, loss in (("grpo", -1.0), ("dapo", -1.0), ("luspo", -3.0), ("dr_grpo", -0.25)):
         scale = {"loss_scale_factor": 12.0} if name == "dr_grpo" else {}
         assert float(one_row([1.0] * 3, 1.0, name=name, **scale).loss) == pytest.approx(loss, rel=1e-6), name
 
 
 def test_kl_term_and_its_gradient_match_hand_computed_values():
-    """r = log 2 everywhere: k3 = 2 - 1 - log 2; its slope in log pi is k - (e^r - 1), the score-function term included."""
-    x = torch.zeros(1, 2, dtype=torch.float64)
-    data = {k: torch.zeros(1, 3, dtype=torch.float64) for k in ("advantages", "prev_logprobs", "generation_logprobs")}
-    data |= {"reference_policy_logprobs": torch.full((1, 3), math.log(2.0), dtype=torch.float64)}
-    data |= {"token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
+    """r = log 2 everywhere: k3 = 2 - 1 - log 2; its slope in log pi is k - (e^r - 1), with the score-function term."""
+    x, zeros = torch.zeros(1, 2, dtype=torch.float64), torch.zeros(1, 3, dtype=torch.float64)
+    data = constant_data(3, advantages=zeros, prev_logprobs=zeros, generation_logprobs=zeros)
+    data["reference_policy_logprobs"] = zeros + math.log(2.0)
     fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.5))
     r = fn.native(x, data, torch.tensor(1.0), torch.tensor(2.0))
     k3 = 1 - math.log(2.0)
@@ -241,10 +243,8 @@ def test_kl_term_and_its_gradient_match_hand_computed_values():
 
 
 def test_probability_ratio_exactly_at_the_clip_bound_has_a_nonzero_gradient():
-    """At the clip boundary itself the ratio is still in range: the slope is the full one."""
-    x = torch.tensor([[math.log(1.5)]], dtype=torch.float64)
-    data = {k: torch.zeros(1, 2, dtype=torch.float64) for k in ("prev_logprobs", "generation_logprobs")}
-    data |= {"advantages": torch.ones(1, 2), "token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1)}
+    x, zeros = torch.tensor([[math.log(1.5)]], dtype=torch.float64), torch.zeros(1, 2, dtype=torch.float64)
+    data = constant_data(2, prev_logprobs=zeros, generation_logprobs=zeros)
     bound = float(torch.exp(x)[0, 0]) - 1.0
     for clip, slope in ((bound, -1.5), (bound - 1e-9, 0.0)):
         fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0, ratio_clip_max=clip))
@@ -268,7 +268,6 @@ OF_ROWS = {"seq-mask": "seq-mask-tis", "seq": "seq-tis", "geo": "geo-icepop"}
 
 @pytest.mark.parametrize("mode", ["sequence", *OF_ROWS, *(name for name in cases.LOSSES if name != "on_policy")])
 def test_losses_and_gradients_of_micro_batches_sum_to_those_of_the_full_batch(mode):
-    """Any split of the rows gives the same gradient bits and, by summing, the same loss and metrics."""
     config = {"positive_example_nll_weight": 0.1, "token_level_loss": mode != "sequence", "loss_scale_factor": 7.0}
     if mode in cases.LOSSES:
         config |= {"name": mode} | {"token_level_loss": cases.LOSSES[mode].get("token_level_loss", True)}
@@ -314,7 +313,7 @@ def test_clipped_pg_loss_is_bit_identical_for_any_padding_and_stride():
 
 @pytest.mark.parametrize("mode", ["ppo", "on_policy", "reinforce"])
 def test_large_logprob_gap_of_one_token_does_not_change_the_loss_of_other_tokens(mode):
-    """Sixteen tokens share a path without exponentials while all their gaps are small; each keeps its bits when one is not."""
+    """The kernel computes sixteen tokens without exponentials if all their gaps are small."""
     x, data = random_batch(11, 2, 49, torch.float32)
     data["token_mask"][:] = 1
     data["sample_mask"] = torch.tensor([1.0, 0.5])
@@ -358,7 +357,7 @@ def test_policy_gradient_loss_is_zero_if_no_token_is_valid():
 
 
 def test_overflowing_probability_ratio_is_reported_with_row_and_token():
-    """A ratio that overflows with a negative advantage is infinite here as in NeMo RL; the result says where."""
+    """With a negative advantage the loss is infinite, as in NeMo RL."""
     x, data = random_batch(9, 3, 20)
     data["token_mask"][:] = 1
     x[1, 7] += 1e4

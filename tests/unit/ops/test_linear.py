@@ -1,5 +1,5 @@
-"""The forward product: right, one chain of multiply-adds along K, and the same bits for a row whatever the rows beside it, tiling and
-threads. The gated product: the same bits as the two ops that it joins."""
+"""Matrix products: each output is one chain of multiply-adds along K, and a row's bits do not depend on other rows,
+tiling or threads. The fused linear SwiGLU has the bits of the two ops that it joins."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_matrix_product_of_a_row_is_bit_identical_alone_and_in_a_batch(dtype, K)
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_matrix_product_of_many_rows_is_bit_identical_to_separate_products_of_few_rows(dtype, M, N, K):
-    """So many rows that w is packed as well, in chunks of rows, strips of columns and blocks of terms that end anywhere."""
+    """For so many rows w is packed too, in chunks whose ends are at any row, column and term."""
     x, w, bias = tensors(M, N, K, dtype)
     y = tensors(M, N, 1, dtype)[0] * torch.ones(1, N, dtype=dtype)
 
@@ -88,7 +88,7 @@ def test_matrix_product_of_strided_views_reads_and_writes_only_columns_of_the_vi
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 40, 64, 130, 401])
 def test_float32_matrix_product_adds_its_terms_sequentially_in_ascending_order(rows):
-    """A small term is lost beside a large one, and what is lost tells the order: 2^24 + 1 is 2^24 in float32."""
+    """2^24 + 1 is 2^24 in float32, so the sum shows in which order its terms were added."""
     K = 97
     x, w = torch.ones(rows, K), torch.ones(50, K)
     w[:, 40], w[:, 80] = 2.0**24, -(2.0**24)
@@ -98,7 +98,7 @@ def test_float32_matrix_product_adds_its_terms_sequentially_in_ascending_order(r
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_matrix_product_split_into_several_buffers_of_rows_is_bit_identical(dtype):
-    """So many rows of so many terms that they do not fit into the memory for packed rows at once."""
+    """So many rows and terms do not fit into the memory for packed rows at once."""
     x, w, _ = tensors(700, 200, 16384, dtype)
     whole = product(x, w)
     for i in (0, 255, 256, 500, 699):

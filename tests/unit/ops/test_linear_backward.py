@@ -1,4 +1,4 @@
-"""The backward products: dx = dy · w and dw += dy^T · x."""
+"""The backward products dx = dy · w and dw += dy^T · x."""
 
 import pytest
 import torch
@@ -59,7 +59,6 @@ def test_linear_gradients_are_bit_identical_for_any_number_of_threads(dtype, out
 
 
 def test_linear_gradient_does_not_reuse_packed_inputs_of_an_earlier_call_with_equal_shape():
-    """Equal shapes in turn: what a thread has packed for one product must not serve the next."""
     first, w, results = drawn(60, 40, dtype=torch.float32), drawn(40, 20, dtype=torch.float32), []
     for dy in (first, -first):
         dx = torch.empty(60, 20)

@@ -1,4 +1,4 @@
-"""The CUDA kernels of losses and estimators against the CPU ones, which run the same per-token arithmetic."""
+"""Compare the CUDA kernels of losses and advantage estimators with the CPU's."""
 
 import numpy as np
 import pytest

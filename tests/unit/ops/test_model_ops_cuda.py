@@ -1,4 +1,4 @@
-"""The model's ops on CUDA against the CPU's; the same bits for every batch, and in every run."""
+"""Compare the model's ops on CUDA with the CPU's, and their bits for every batch and repetition."""
 
 import math
 
@@ -28,7 +28,8 @@ def bits(x):
 
 
 def on_both(op, *tensors):
-    """An op may write into its arguments: each side has its own."""
+    """Return (op(*tensors) on the CPU, op(*tensors) on CUDA). The CUDA call gets copies, since an op may change its
+    arguments."""
     on_gpu = [t.cuda() if isinstance(t, torch.Tensor) else t for t in tensors]
     return op(*tensors), op(*on_gpu)
 
@@ -138,7 +139,8 @@ def test_adamw_on_cuda_matches_the_cpu():
 
 
 def packed():
-    """Three sequences of their own, and a prompt of 45 tokens that two share."""
+    """Return (sequences, number of rows): three separate sequences, and a prompt of 45 tokens that two sequences
+    share."""
     return [(0, 70, 0, 0), (70, 45, 0, 0), (115, 33, 70, 45), (148, 1, 70, 40), (149, 5, 0, 0)], 154
 
 

@@ -1,4 +1,4 @@
-"""Products with packed weights have the bits of those that read the weights themselves, whatever the weights, the rows and the threads."""
+"""Matrix products with packed weights have the bits of products with the weights themselves."""
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def special(kind):
      ("all equal", True), ("all zero", True), ("powers of two from end to end of what fits", True), ("the largest", False)],
 )  # fmt: skip
 def test_matrix_products_with_packed_weights_return_zeros_and_subnormals_exactly(kind, fits):
-    """Rows of x with a single 1 in them: a product is a weight, so that every one is seen alone."""
+    """Each row of x has a single 1, so that each product is one weight."""
     w = special(kind)
     packed, one = pack(w), torch.eye(64).bfloat16()
     assert packed.holds(w) == fits

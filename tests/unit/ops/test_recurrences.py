@@ -1,5 +1,5 @@
-"""The gated delta rule and Mamba-2, their convolution and their norms: values and gradients against torch, the same bits in chunks,
-packed and alone."""
+"""The gated delta rule, Mamba-2, their convolution and their norms against torch, and their bits in chunks and
+packed."""
 
 import math
 from typing import NamedTuple
@@ -19,8 +19,9 @@ LIMITED = (0.5, 1.0)
 
 
 class Rule(NamedTuple):
-    """A recurrence. Of its inputs `of_tokens` have a row for each token, and the last `of_heads` a number for each head, first A_log;
-    `limits` are those of Mamba-2's time step."""
+    """A recurrence: the name of its native op, its reference `slow`, the number of its inputs with a row for each
+    token, the number of its inputs with a number for each head (A_log is the first), and the limits of Mamba-2's time
+    step."""
 
     op: str
     slow: object
@@ -86,7 +87,7 @@ def test_gated_recurrences_and_their_gradients_match_a_reference_implementation(
 @pytest.mark.parametrize("rule", [DELTA, FREE], ids=["gated_delta", "mamba2"])
 @pytest.mark.parametrize("rate", [-6.0, 3.0])
 def test_recurrence_gradients_match_the_reference_for_slowly_and_quickly_decaying_states(rate, rule):
-    """A decay near 1 over all tokens, and states that are forgotten within a few of them."""
+    """The decay is near 1 over all tokens, or the state is forgotten within a few tokens."""
     shape = BOTH[0]
     arguments, d_out = rule.inputs(shape, torch.float64), draw(TOKENS, 4 * 32, dtype=torch.float64, seed=6)
     arguments[rule.of_tokens].fill_(rate)
@@ -111,7 +112,7 @@ def test_short_convolution_and_its_gradients_match_a_reference_implementation(dt
 @pytest.mark.parametrize("groups", [0, 1, 3])
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
 def test_gated_rms_norm_and_its_gradients_match_a_reference_implementation(groups, dtype, bound):
-    """In groups the norm follows the gate (Mamba-2); without groups it is over each head and comes first."""
+    """With groups the norm follows the gate (Mamba-2); without groups each head is normalised first."""
     x, z, dy = (draw(TOKENS, 96, dtype=dtype, seed=i) for i in range(3))
     w, more = draw(96 if groups else 32, dtype=dtype, seed=4), (1e-6, groups) if groups else (1e-6,)
     slow = mamba2.gated_norm if groups else gated_delta.gated_norm
@@ -121,44 +122,8 @@ def test_gated_rms_norm_and_its_gradients_match_a_reference_implementation(group
     assert torch.equal(C.gated_norm(x[7:9], z[7:9], w, *more), C.gated_norm(x, z, w, *more)[7:9])
 
 
-def test_gated_delta_net_ops_match_transformers():
-    modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
-    shape = P, U, dk, dv, W = BOTH[0]
-    qkv, b, a, A_log, dt_bias = DELTA.inputs(shape, torch.float32, 100)
-    q, k, v = (x.view(1, 100, -1, d) for x, d in zip(qkv.split([P * dk, P * dk, U * dv], 1), (dk, dk, dv)))
-    g = -A_log.exp() * torch.nn.functional.softplus(a + dt_bias)
-    for rule in (modeling.torch_recurrent_gated_delta_rule, modeling.torch_chunk_gated_delta_rule):
-        theirs, _ = rule(q, k, v, g=g[None], beta=b.sigmoid()[None], use_qk_l2norm_in_kernel=True)
-        ours = C.gated_delta(qkv, b, a, A_log, dt_bias, [(0, 100, -1, -1, False)], shape)
-        assert relative_gap(ours, theirs.reshape(100, -1).double()) < 1e-5
-    w = draw(qkv.shape[1], W, dtype=torch.float32, seed=6)
-    theirs = modeling.causal_conv1d_fn(qkv.T[None], w, activation="silu")[0].T
-    assert relative_gap(C.short_conv(qkv, w, [(0, 100, -1, -1, False)]), theirs.double()) < 1e-6
-    norm = modeling.Qwen3_5RMSNormGated(dv)
-    norm.weight.data = draw(dv, dtype=torch.float32, seed=10)
-    x, z = draw(400, dv, dtype=torch.float32, seed=11), draw(400, dv, dtype=torch.float32, seed=12)
-    assert relative_gap(C.gated_norm(x, z, norm.weight.data, 1e-6), norm(x, z).detach().double()) < 1e-6
-
-
-def test_mamba2_ops_match_transformers():
-    modeling = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
-    P, U, dk, dv, _ = shape = BOTH[0]
-    vkq, a, A_log, dt_bias, D = FREE.inputs(shape, torch.float32, 100)
-    x, B, C_ = vkq.split([U * dv, P * dk, P * dk], 1)
-    theirs = modeling.mamba2_chunk_scan(
-        x.view(1, 100, U, dv), a[None], -A_log.exp(), B.view(1, 100, P, dk), C_.view(1, 100, P, dk), chunk_size=16, D=D,
-        dt_bias=dt_bias, dt_softplus=True, dt_limit=LIMITED,
-    )  # fmt: skip
-    ours = C.mamba2(vkq, a, A_log, dt_bias, D, [(0, 100, -1, -1, False)], shape, LIMITED)
-    assert relative_gap(ours, theirs.reshape(100, -1).double()) < 1e-5
-    norm = modeling.NemotronHRMSNormGated(96, 32, 1e-6)
-    norm.weight.data = draw(96, dtype=torch.float32, seed=10)
-    x, z = (draw(TOKENS, 96, dtype=torch.float32, seed=i) for i in (11, 12))
-    assert relative_gap(C.gated_norm(x, z, norm.weight.data, 1e-6, 3), norm(x, z).detach().double()) < 1e-6
-
-
 def in_chunks(rule, arguments, w, bias, shape, chunk):
-    """Convolution and recurrence over the states of one sequence, `chunk` tokens at a time."""
+    """Return convolution and recurrence of one sequence, computed with states, `chunk` tokens at a time."""
     P, U, dk, dv, W = shape
     mixed, gates, heads = arguments[0], arguments[1 : rule.of_tokens], arguments[rule.of_tokens :]
     state = torch.full((3, U, dk * dv), float("nan"))

@@ -1,4 +1,4 @@
-"""The native value loss against slow references and by hand."""
+"""Compare the native value loss with a slow reference and with values computed by hand."""
 
 import math
 
@@ -12,8 +12,9 @@ CLIP = 205.5 / 1024
 
 
 def case(rng):
-    """Values and returns are multiples of 1/1024, and the bounds of CLIP lie between such multiples. So float32 holds all differences
-    exactly, and the larger of the two squared errors is the same one as in float64: at a tie its gradient would be halved."""
+    """Return (values, data) of a random case. All are multiples of 1/1024, between which the bounds of CLIP lie. So
+    float32 holds all differences exactly, and no two squared errors are equal, for which the gradient would be
+    halved."""
     B, S = int(rng.integers(1, 6)), int(rng.integers(1, 40))
     lengths = rng.integers(0, S + 1, B)
     mask = (np.arange(S)[None, :] < lengths[:, None]) & (rng.random((B, S)) < 0.9)
@@ -53,7 +54,8 @@ def test_value_loss_and_gradient_match_a_reference_implementation(dtype, rtol, c
 
 
 def test_value_loss_matches_hand_computed_values():
-    """v 3, old 1, return 0, cliprange 0.5: max(9, 1.5^2) = 9 and slope 2*3; v 1.2: inside, the full slope."""
+    """v 3, old 1, return 0, cliprange 0.5: max(9, 1.5^2) = 9 with the slope 2*3; v 1.2 is within the range: the full
+    slope."""
     data = {"returns": torch.zeros(1, 2), "values": torch.ones(1, 2)}
     data |= {"token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1)}
     fn = MseValueLossFn(MseValueLossConfig(cliprange=0.5))
@@ -90,8 +92,3 @@ def test_value_loss_is_zero_without_valid_tokens_and_raises_for_non_finite_value
     bad = torch.ones(2, 3)
     bad[1, 2] = math.inf
     assert fn.native(bad, data, 2.0, 1.0).nonfinite == (1, 2)
-
-
-def test_unknown_key_in_the_value_loss_settings_is_an_error():
-    with pytest.raises(ValueError, match="clip_range"):
-        MseValueLossFn({"clip_range": 0.2})

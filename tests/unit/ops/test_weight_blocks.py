@@ -1,5 +1,6 @@
-"""Weights in blocks: made and read as ggml and bitsandbytes do, and multiplied with the bits of the dequantised matrix. Without instructions for
-bfloat16 that matrix is in float32, also where x is in bfloat16. On AVX2 the codes of q8_0 and q4_0 are multiplied, and each block's sum by its scale."""
+"""Quantised weights match ggml and bitsandbytes, and products with them have the bits of products with the dequantised
+matrix. Without bfloat16 instructions that matrix is float32. On AVX2 the codes of q8_0 and q4_0 are multiplied, and
+each block's sum by its scale."""
 
 import gguf
 import numpy as np
@@ -25,7 +26,8 @@ def from_rows(raw, columns, kind):
 
 
 def weights_of_every_kind():
-    """Return rows with ordinary weights, all zero, ties, both signs of the largest, and scales that float16 rounds."""
+    """Return rows of ordinary weights, zeros, ties, both signs of the largest weight, and scales that float16
+    rounds."""
     w = normal(12, 96, seed=1, scale=0.05)
     w[1] = 0.0
     w[2], w[3] = torch.arange(96) % 16 - 8.0, -(torch.arange(96) % 16 - 8.0)
@@ -62,18 +64,7 @@ def test_weights_quantised_to_nf4_match_a_reference_implementation():
     assert not blocks_of(torch.full((1, 64), 2.0**-121), "nf4")[0, :4].any()  # smaller scales are 0
 
 
-def test_nf4_quantisation_error_is_smaller_than_the_error_of_bitsandbytes():
-    """There 64 weights have the scale that the largest gives."""
-    w, levels = normal(64, 256, seed=3), torch.tensor(weight_blocks.NORMAL_FLOATS)
-    groups = w.view(-1, 64, 1)
-    scale = groups.abs().amax(1, keepdim=True)
-    theirs = levels[(groups / scale - levels).abs().argmin(2)] * scale[..., 0]
-    ours = dense(matrix_of(w, "nf4"), 256)
-    assert (ours - w).norm() < 0.85 * (theirs.view(w.shape) - w).norm()
-
-
 def test_dequantised_nf4_weights_match_a_reference_implementation():
-    """Every code, with scales of all magnitudes."""
     draw = np.random.default_rng(0)
     raw = draw.integers(0, 256, (4096, 20), dtype=np.uint8)
     scales = np.exp2(draw.uniform(-120, 120, len(raw))).astype(np.float32)
@@ -86,7 +77,7 @@ def test_dequantised_nf4_weights_match_a_reference_implementation():
 
 
 def blocks_of_every_scale(kind):
-    """Return a block for every finite scale that float16 has, together with every code."""
+    """Return a block for every finite float16 scale, with random codes."""
     size, scales = weight_blocks.BYTES[kind], np.arange(1 << 16, dtype=np.uint16)
     scales = scales[(scales & 0x7C00) != 0x7C00]
     raw = np.zeros((len(scales), size), dtype=np.uint8)
@@ -115,13 +106,6 @@ def test_products_of_unit_vectors_with_quantised_weights_equal_the_dequantised_w
         y = torch.empty(rows, len(blocks))
         C.linear_forward(x, blocks, None, y, False)
         assert torch.equal(y, x.float() @ w.T)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_quantisation_error_of_a_matrix_is_within_the_bound_of_its_format(kind):
-    w = normal(64, 256, seed=3)
-    error = (dense(matrix_of(w, kind), 256) - w).norm() / w.norm()
-    assert error < {"q8_0": 0.006, "q4_0": 0.1, "nf4": 0.1}[kind]
 
 
 PRODUCTS = """
@@ -238,7 +222,7 @@ ROWS = (
 
 @pytest.mark.parametrize("kind", GGML)
 def test_sums_of_codes_are_as_near_to_float64_as_products_with_dequantised_weights(kind):
-    """With a large mean and outliers in x, of which sums of codes take away multiples."""
+    """x has a large mean and outliers, multiples of which the sums of codes subtract."""
     w, x = normal(256, 4096, seed=11, scale=0.05), (normal(12, 4096, seed=12) + 2).bfloat16()
     x[:, ::512] *= 300
     blocks = matrix_of(w, kind)
@@ -262,7 +246,8 @@ def test_products_with_quantised_and_dequantised_matrices_are_bit_identical_on_t
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("rows", [1, 5, 12])
 def test_underflow_and_overflow_in_products_are_equal_for_quantised_and_dequantised_weights(kind, rows):
-    """Zero weights with both signs of the scale, products below the smallest number, and infinite scales."""
+    """Weights are zero with both signs of the scale, products are below the smallest number, and scales are
+    infinite."""
     w = normal(70, 128, seed=8)
     w[3], w[4], w[20:25, ::2] = 0.0, 1e-8, 0.0
     if kind != "nf4":
@@ -300,15 +285,6 @@ def test_quantised_matrix_written_in_parts_equals_a_matrix_written_at_once(kind)
         assert torch.equal(rows, dense(matrix_of(w, kind), 96)[first : first + len(part)])
         first += len(part)
     assert torch.equal(C.read_block_rows(parts, 96, 0, 75), whole)
-
-
-def test_input_gradient_through_quantised_weights_matches_autograd():
-    w = matrix_of(normal(96, 64, seed=5), "q4_0")
-    x = normal(7, 64, seed=6).requires_grad_()
-    dy, dx = normal(7, 96, seed=7), torch.empty(7, 64)
-    (x.double() @ dense(w, 64).double().T).backward(dy.double())
-    C.linear_backward_input(dy, w, dx)
-    assert ((dx - x.grad).norm() / x.grad.norm()).item() < 1e-6
 
 
 def test_unsupported_quantisation_formats_and_shapes_are_errors():

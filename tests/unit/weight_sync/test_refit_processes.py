@@ -1,4 +1,4 @@
-"""Refits between processes: what a lost or silent engine is to the trainer, what is refused, and that nothing grows."""
+"""Weight transfers (refits) between processes: lost or silent engines, rejected weights, and constant memory use."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def cluster(forked_workers):
 
 @pytest.fixture
 def pair(cluster):
-    """The publisher of this process, and the group of the one engine."""
+    """Return (the publisher of weights in this process, the worker group of the one engine)."""
     group, store = WorkerGroup(cluster, refit_players.make), rendezvous_store("127.0.0.1", DEADLINE)
     joining = group.run_all_workers_single_data("join", store.port, DEADLINE)
     communicator = connect(0, 2, "127.0.0.1", store.port, DEADLINE).communicator

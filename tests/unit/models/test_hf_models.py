@@ -20,20 +20,11 @@ pytest.importorskip("transformers")
 FIVE = ("gemma", "phi", "olmo", "gpt_neox", "mixtral")
 LOSSES = {
     "grpo": dict(reference_policy_kl_penalty=0.05),
-    "dapo": dict(reference_policy_kl_penalty=0.0, ratio_clip_max=0.28, ratio_clip_c=10.0),
     "gspo": dict(token_level_loss=False, sequence_level_importance_ratios=True, ratio_clip_min=3e-1, ratio_clip_max=4e-1),
-    "cispo": dict(use_cispo=True),
-    "reinforce": dict(disable_ppo_ratio=True, reference_policy_kl_type="k2"),
     "prorlv2": dict(
         use_importance_sampling_correction=True, truncated_importance_sampling_type="icepop", truncated_importance_sampling_ratio=5.0,
         truncated_importance_sampling_ratio_min=0.5, use_on_policy_kl_approximation=True,
     ),
-    "seq-mask-tis": dict(
-        use_importance_sampling_correction=True, truncated_importance_sampling_type="seq-mask-tis", truncated_importance_sampling_ratio=1.5,
-        truncated_importance_sampling_ratio_min=0.6,
-    ),
-    "on-policy": dict(force_on_policy_ratio=True),
-    "vapo": dict(reference_policy_kl_penalty=0.0, positive_example_nll_weight=0.1),
 }  # fmt: skip
 
 

@@ -27,17 +27,15 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_loading_a_model_folder_twice_gives_its_warnings_only_once(folder, capsys):
-    open_model_folder(str(folder))
-    said = capsys.readouterr().err
+@pytest.mark.parametrize("checked", [False, True], ids=["loaded twice", "checked, then loaded"])
+def test_warnings_about_a_model_folder_are_given_only_once(folder, checked, capsys):
+    if checked:
+        config = load_grpo_config("grpo_tiny.yaml", [f"policy.model_name={folder}", "~policy.hf_config_overrides"])
+        said = "".join(f"warning: {finding.message}" for finding in model.check(config))
+    else:
+        open_model_folder(str(folder))
+        said = capsys.readouterr().err
     assert said.count("warning: ") == 1 and "model.safetensors counts" in said
-    open_model_folder(str(folder))
-    assert capsys.readouterr().err == ""
-
-
-def test_loading_a_model_folder_does_not_repeat_warnings_of_the_preflight_check(folder, capsys):
-    config = load_grpo_config("grpo_tiny.yaml", [f"policy.model_name={folder}", "~policy.hf_config_overrides"])
-    assert any("model.safetensors counts" in finding.message for finding in model.check(config))
     open_model_folder(str(folder))
     assert capsys.readouterr().err == ""
 

@@ -152,9 +152,9 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
 
 
 def text_section(config: Mapping[str, Plain]) -> Mapping[str, Plain]:
-    """Return the text model's section of a vision-language model's config.json, which sets neither vision tower nor
-    multi-token-prediction heads. A Ministral becomes a Mistral with `layer_types`, as transformers reads it. Other
-    configurations are returned unchanged."""
+    """Return the text model's section of a vision-language model's config.json, since vision towers and
+    multi-token-prediction heads are not computed. A Ministral becomes a Mistral with `layer_types`, as transformers
+    reads it. Other configurations are returned unchanged."""
     if config.get("model_type") == "ministral":
         return {**config, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     known, section = WITH_A_TEXT_SECTION.get(str(config.get("model_type"))), config.get("text_config")

@@ -188,7 +188,7 @@ class Tensors(NamedTuple):
 
 def _matrices(shapes: Shapes) -> dict[str, Tensors]:
     """Return {name of a matrix, or full name of a vector: its `Tensors`} of a layer with the parameters `shapes`. The
-    matrices of all experts together have the name "experts"."""
+    matrices of all experts together are named "experts"."""
     found: dict[str, Tensors] = {}
     for name, shape in shapes.items():
         matrix = "experts" if ".experts." in name else name.split(".")[-2]

@@ -62,20 +62,6 @@ def test_python_loss_trains_the_same_weights_as_the_native_loss():
         torch.testing.assert_close(python.state_dict()[name], weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("gbs", [12, 4])
-def test_reused_and_recomputed_old_logprobs_train_identical_weights(precision, gbs):
-    reused, recomputed = make_policy(precision), make_policy(precision, reuse_generation_logprobs="never")
-    assert reused.skips_prev_logprobs and not recomputed.skips_prev_logprobs
-    for step in range(3):
-        data = make_data(reused, step)
-        result = reused.train(data, LOSS, gbs=gbs)
-        assert result["exactness"].mismatched_tokens == 0 and result["exactness"].tokens > 0
-        assert gbs != 12 or sum(result["all_mb_metrics"]["token_mult_prob_error"]) == 1.0
-        recomputed.train({**data, "prev_logprobs": recomputed.get_logprobs(data)["logprobs"]}, LOSS, gbs=gbs)
-        assert reused.weight_digest() == recomputed.weight_digest()
-
-
 def test_mismatched_generation_logprobs_are_counted_and_old_logprobs_are_recomputed():
     wrong, right = make_policy(), make_policy(reuse_generation_logprobs="never")
     data = make_data(wrong)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from nemo_rl_cpp.config.lora import FUSED, MATRICES, OF_A_DELTA_NET, Adapters, LayerKinds, adapted_modules
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.hub.sources import ModelFolderError, local_folder
+from nemo_rl_cpp.hub.sources import TINY_RANDOM, ModelFolderError, local_folder
 from nemo_rl_cpp.models.architectures import EXPERT_COUNTS
 from nemo_rl_cpp.models.config_checks import is_size
-from nemo_rl_cpp.models.hf_config import canonical_config, native_config, read_config_file, text_section
+from nemo_rl_cpp.models.hf_config import TINY_CONFIG, canonical_config, native_config, read_config_file, text_section
 from nemo_rl_cpp.models.parameter_shapes import Shapes, layer_shapes
 
 
@@ -285,7 +285,7 @@ def known_model(name: str) -> KnownModel | None:
 def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSizes | None:
     """Return the sizes of the model `model_name` on this machine, from its folder's config.json and `overrides` of it.
     Return None if the folder is missing, or if its file is unreadable or lacks sizes, which other checks report."""
-    config: Mapping[str, Plain] = {}
+    config: Mapping[str, Plain] = TINY_CONFIG if model_name == TINY_RANDOM else {}
     folder = local_folder(model_name)
     try:
         if folder is not None and (folder / "config.json").is_file():

@@ -129,7 +129,7 @@ class RolloutCollector(AbstractContextManager["RolloutCollector"]):
                 rollouts = self.shape_rewards(rollouts)
             with timer("dynamic_sampling"):
                 self.sampler.add(rollouts)  # raises an error after the allowed number of rounds
-        samples = self.sampler.take(weight_version)
+        samples = self.sampler.take()
         epochs, self.prompts.finished_epochs = self.prompts.finished_epochs, 0
         return Collected(samples, round_metrics(rounds), self.sampler.metrics, epochs, weight_version)
 

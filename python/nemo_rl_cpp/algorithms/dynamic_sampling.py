@@ -2,6 +2,7 @@
 equal rewards have no advantages: they cost training time and yield no gradient."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
@@ -41,28 +42,24 @@ def extremes(
 SamplerState = dict[str, object]  # the saved state of a `GroupSampler`: plain values, lists and tensors
 
 
+@dataclass(eq=False)
 class GroupSampler:
     """A buffer that gathers rollouts until a step has enough prompt groups. If dynamic sampling is disabled, it passes
     each batch on. Otherwise it keeps the groups whose raw rewards are not all equal, until it can return exactly
-    `num_groups`.
+    `num_groups`."""
 
-    Args:
-        num_groups: prompts per training step.
-        max_gen_batches: the largest number of batches that a step may generate.
-        keep_surplus: keep groups beyond `num_groups` for the next step, instead of dropping them.
-        weights: rollouts -> weight of each row in the loss, [B]. Rows of weight 0 do not decide whether rewards are
-            equal.
-        group_size: samples per group, which a checkpoint's groups must have; None: any size."""
+    num_groups: int  # prompts per training step
+    enabled: bool = False
+    max_gen_batches: int = 10  # the largest number of batches that a step may generate
+    keep_surplus: bool = False  # keep groups beyond `num_groups` for the next step, instead of dropping them
+    # rollouts -> the rows' weights in the loss, [B]; rows of weight 0 do not decide whether rewards are equal
+    weights: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] | None = None
+    group_size: int | None = None  # samples per group, which a checkpoint's groups must have; None: any size
+    metrics: dict[str, float] = field(init=False, default_factory=dict)  # of the last step
+    _cache: Rollouts | None = field(init=False, default=None)
+    _checked: bool = field(init=False, default=False)
 
-    def __init__(
-        self, num_groups: int, enabled: bool = False, max_gen_batches: int = 10, keep_surplus: bool = False,
-        weights: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] | None = None, group_size: int | None = None,
-    ) -> None:  # fmt: skip
-        self.num_groups, self.group_size, self._weights = num_groups, group_size, weights
-        self.enabled, self.max_gen_batches, self.keep_surplus = enabled, max_gen_batches, keep_surplus
-        self.metrics: dict[str, float] = {}  # metrics of the last step
-        self._cache: Rollouts | None = None
-        self._checked = False
+    def __post_init__(self) -> None:
         self._start_step()
 
     @classmethod
@@ -106,7 +103,7 @@ class GroupSampler:
         if self.enabled and self.keep_surplus and not self._checked:  # report in step 1 what a checkpoint cannot hold
             check_state(dict(rollouts.data), "rollouts")
             self._checked = True
-        voters = None if self._weights is None else self._weights(rollouts) != 0
+        voters = None if self.weights is None else self.weights(rollouts) != 0
         lowest, highest = extremes(groups, rewards, voters)
         mixed = lowest != highest
         self._batches += 1
@@ -146,9 +143,8 @@ class GroupSampler:
                     part[key] = like.new_zeros(part.size)
         self._cache = Rollouts.from_batches(parts)
 
-    def take(self, weight_version: int) -> Rollouts:
-        """Return the rollouts to train on, with `group_id` numbered from 0, and set `metrics`, in which `stale_samples`
-        counts the rows of versions before `weight_version`. `full` must be True."""
+    def take(self) -> Rollouts:
+        """Return the rollouts to train on, with `group_id` numbered from 0, and set `metrics`. `full` must be True."""
         batch, self._cache = self._cache, None
         if self.enabled:
             mine = batch["group_id"] < self.num_groups
@@ -156,12 +152,11 @@ class GroupSampler:
             if rest.size and self.keep_surplus:
                 rest["group_id"] = rest["group_id"] - self.num_groups
                 self._cache = rest
-            stale = int((batch["weight_version"] < weight_version).sum())
-            self.metrics = self._step_metrics(batch, rest.size, stale)
+            self.metrics = self._step_metrics(batch, rest.size)
         self._start_step()
         return batch
 
-    def _step_metrics(self, batch: Rollouts, surplus: int, stale: int) -> dict[str, float]:
+    def _step_metrics(self, batch: Rollouts, surplus: int) -> dict[str, float]:
         return {
             "dynamic_sampling_num_gen_batches": self._batches,
             "dynamic_sampling_num_discarded_valid_samples": 0 if self.keep_surplus else surplus,
@@ -171,7 +166,6 @@ class GroupSampler:
             "dynamic_sampling_all_right_groups": self._counts["all_right"],
             "dynamic_sampling_all_wrong_groups": self._counts["all_wrong"],
             "dynamic_sampling_mixed_groups": self._counts["mixed"],
-            "stale_samples": stale,
             "reward": self._reward_sum / self._samples if self._samples else batch["total_reward"].mean().item(),
             "filtered_reward": batch["total_reward"].double().mean().item(),
         }

@@ -102,9 +102,8 @@ def step_result(run: TrainingRun, collected: Collected, batch: TrainBatch, metri
     """Return what is logged for a step, except durations; without rewards, no metrics of rewards and rollouts."""
     samples, has_rollouts = collected.samples, run.algorithm.has_rollouts
     of_groups = ops.group_baseline(batch.rewards, batch.group_id, leave_one_out=run.config.loop.leave_one_out)
-    stale = {"stale_samples": metrics["stale_samples"]}  # relative to the trained weights, unlike the sampler's count
     logged = metrics | collected.rollout_metrics | step_metrics.batch_metrics(samples, batch)
-    logged |= step_metrics.baseline_metrics(of_groups.baseline) | collected.sampler_metrics | stale
+    logged |= step_metrics.baseline_metrics(of_groups.baseline) | collected.sampler_metrics
     histograms = {}
     if has_rollouts:
         names = [name for name in ("advantages", "values", "returns") if name in batch]

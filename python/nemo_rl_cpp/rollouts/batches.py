@@ -205,12 +205,15 @@ def add_logprobs(
     `prev_logprobs` are added if `Policy.skips_prev_logprobs` is False, if a sample is stale, if
     `seq_logprob_error_threshold` compares them with `generation_logprobs`, or if an estimator reads messages that were
     not generated. With `bypass_mode` they are `generation_logprobs`, unless one of the last two reasons applies. A
-    sample is stale if its `weight_version` is not the current one. Stale samples keep the log-probabilities of the
-    policy that sampled them, unless the loss of an asynchronous run corrects them by importance sampling."""
+    sample is stale if the policy has been trained since its `weight_version`; steps before `loop.first_policy_step` do
+    not train it. Stale samples keep the log-probabilities of the policy that sampled them, unless the loss of an
+    asynchronous run corrects them by importance sampling."""
     estimator, has_reference = loop.adv_estimator.name, loss.reference_policy_kl_penalty != 0
     by_name = estimator in ("opd", "optimal_token_baseline") or is_user_defined(estimator)
     reads_logprobs = by_name or (has_reference and loss.use_kl_in_reward)
-    stale = batch.weight_version != weight_version if "weight_version" in batch else torch.zeros(batch.size).bool()
+    first = loop.first_policy_step
+    versions = batch.samples.get("weight_version", torch.full((batch.size,), weight_version)).clamp(min=first)
+    stale = versions != max(weight_version, first)
     compared = loop.seq_logprob_error_threshold is not None
     lacking = reads_logprobs and batch.lacks_generation_logprobs
     needed = stale.any() or not policy.skips_prev_logprobs

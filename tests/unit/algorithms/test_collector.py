@@ -309,7 +309,7 @@ class OneRound:
     def add(self, rollouts):
         self.rollouts, self.full = rollouts, True
 
-    def take(self, weight_version):
+    def take(self):
         self.full = False
         return self.rollouts
 

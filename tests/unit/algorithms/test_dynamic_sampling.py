@@ -26,7 +26,7 @@ def test_all_groups_are_kept_if_dynamic_sampling_is_disabled():
     assert not sampler.full
     sampler.add(rollouts(RIGHT, WRONG, MIXED))
     assert sampler.full
-    batch = sampler.take(0)
+    batch = sampler.take()
     assert batch["name"] == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"] and sampler.metrics == {}
     assert not sampler.full and sampler.cached_groups == 0
 
@@ -36,7 +36,7 @@ def test_dynamic_sampling_collects_unequal_reward_groups_over_batches_and_drops_
     sampler.add(rollouts(RIGHT, MIXED, WRONG))
     assert not sampler.full
     sampler.add(rollouts(MIXED, WRONG, MIXED, start=10))
-    batch = sampler.take(0)
+    batch = sampler.take()
     assert batch["name"] == ["1.0", "1.1", "10.0", "10.1"] and batch["group_id"].tolist() == [0, 0, 1, 1]
     assert sampler.metrics == {
         "dynamic_sampling_num_gen_batches": 2,
@@ -47,7 +47,6 @@ def test_dynamic_sampling_collects_unequal_reward_groups_over_batches_and_drops_
         "dynamic_sampling_all_right_groups": 1,
         "dynamic_sampling_all_wrong_groups": 2,
         "dynamic_sampling_mixed_groups": 3,
-        "stale_samples": 0,
         "reward": pytest.approx(5 / 12),
         "filtered_reward": 0.5,
     }
@@ -60,13 +59,13 @@ def test_dynamic_sampling_selects_groups_by_their_rewards_before_reward_shaping(
     batch["unshaped_total_reward"] = torch.tensor([1.0, 1.0, 0.0, 1.0])
     sampler = GroupSampler(num_groups=1, enabled=True)
     sampler.add(batch)
-    assert sampler.take(0)["name"] == ["1.0", "1.1"]
+    assert sampler.take()["name"] == ["1.0", "1.1"]
 
 
 def test_dynamic_sampling_keeps_a_group_if_any_two_of_its_rewards_differ():
     sampler = GroupSampler(num_groups=1, enabled=True)
     sampler.add(rollouts((0.1, 0.1, 0.1), (0.3, 0.3, 0.30000004)))  # the first has std 1e-4 by cancellation, say
-    assert sampler.take(0)["name"] == ["1.0", "1.1", "1.2"]
+    assert sampler.take()["name"] == ["1.0", "1.1", "1.2"]
 
 
 def test_dynamic_sampling_joins_rounds_whose_environments_return_other_columns():
@@ -75,24 +74,24 @@ def test_dynamic_sampling_joins_rounds_whose_environments_return_other_columns()
     second["mask_sample"] = torch.tensor([True, False])
     sampler = GroupSampler(num_groups=2, enabled=True)
     sampler.add(first), sampler.add(second)
-    batch = sampler.take(0)
+    batch = sampler.take()
     assert batch["reward/format"].tolist() == [0, 1, 0, 0] and batch["reward/length"].tolist() == [0, 0, 2, 0]
     assert batch["mask_sample"].tolist() == [False, False, True, False]
 
 
-def test_surplus_groups_of_dynamic_sampling_are_used_in_the_next_step_and_counted_as_stale():
+def test_surplus_groups_of_dynamic_sampling_are_used_in_the_next_step():
     sampler = GroupSampler(num_groups=2, enabled=True, keep_surplus=True)
     sampler.add(rollouts(MIXED, MIXED, MIXED))
-    assert sampler.take(0)["group_id"].tolist() == [0, 0, 1, 1]
-    assert sampler.metrics["dynamic_sampling_num_kept_surplus_samples"] == 2 and sampler.metrics["stale_samples"] == 0
+    assert sampler.take()["group_id"].tolist() == [0, 0, 1, 1]
+    assert sampler.metrics["dynamic_sampling_num_kept_surplus_samples"] == 2
     assert sampler.cached_groups == 1 and not sampler.full
     sampler.add(rollouts(WRONG, MIXED, start=10, version=1))
-    batch = sampler.take(1)
+    batch = sampler.take()
     assert batch["name"] == ["2.0", "2.1", "11.0", "11.1"] and batch["weight_version"].tolist() == [0, 0, 1, 1]
-    assert sampler.metrics["stale_samples"] == 2 and sampler.metrics["dynamic_sampling_num_gen_batches"] == 1
+    assert sampler.metrics["dynamic_sampling_num_gen_batches"] == 1
     sampler.add(rollouts(MIXED, MIXED, MIXED, MIXED, start=20))
-    sampler.take(2)
-    assert sampler.full and sampler.take(3)["name"] == ["22.0", "22.1", "23.0", "23.1"]  # without generation
+    sampler.take()
+    assert sampler.full and sampler.take()["name"] == ["22.0", "22.1", "23.0", "23.1"]  # without generation
     assert sampler.metrics["dynamic_sampling_num_gen_batches"] == 0 and sampler.metrics["reward"] == 0.5
 
 
@@ -115,7 +114,7 @@ def test_max_gen_batches_limits_dynamic_sampling_in_each_step_separately():
     for _ in range(5):
         sampler.add(rollouts(WRONG))
         sampler.add(rollouts(MIXED))
-        sampler.take(0)
+        sampler.take()
 
 
 def test_dynamic_sampling_gives_the_same_batches_after_a_resume():
@@ -135,7 +134,7 @@ def test_dynamic_sampling_gives_the_same_batches_after_a_resume():
                 sampler = GroupSampler(num_groups=3, enabled=True, max_gen_batches=20, keep_surplus=True)
                 sampler.load_state_dict(torch.load(saved, weights_only=True))
             while sampler.full:
-                batch = sampler.take(len(steps))
+                batch = sampler.take()
                 steps.append((batch["name"], batch["weight_version"].tolist(), sampler.metrics))
         return steps
 

@@ -81,4 +81,4 @@ def test_dynamic_sampling_keeps_masked_samples_of_selected_groups():
         )
     )  # fmt: skip
     sampler.add(rollouts([0.0, 1.0, 0.0, 1.0], [True, False, False, False]))
-    assert sampler.take(0).size == 4
+    assert sampler.take().size == 4

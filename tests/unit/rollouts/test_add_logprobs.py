@@ -30,18 +30,22 @@ def batch(versions=(5, 5)):
     })  # fmt: skip
 
 
-def add(policy, data, kl=0.0, threshold=None, age=0, estimator="grpo", **loss):
+def add(policy, data, kl=0.0, threshold=None, age=0, estimator="grpo", first_step=0, **loss):
     """Add the log-probabilities that a run with these settings needs, at version 5 of the weights."""
     loop = SimpleNamespace(
-        seq_logprob_error_threshold=threshold, trajectory_age=age, adv_estimator=SimpleNamespace(name=estimator)
-    )
+        seq_logprob_error_threshold=threshold, trajectory_age=age, adv_estimator=SimpleNamespace(name=estimator),
+        first_policy_step=first_step,
+    )  # fmt: skip
     section = ClippedPGLossConfig(reference_policy_kl_penalty=kl, **loss)
     return add_logprobs(policy, data, section, loop, 5)
 
 
-def test_old_logprobs_are_not_computed_if_generation_logprobs_equal_training_logprobs():
-    policy, data = Policy(exact=True), batch()
-    assert add(policy, data, use_kl_in_reward=True) == {"stale_samples": 0}
+@pytest.mark.parametrize(
+    "versions, first_step", [((5, 5), 0), ((3, 5), 5), ((3, 4), 6)]
+)  # the last two: in the warm-up of the critic
+def test_old_logprobs_are_not_computed_if_generation_logprobs_equal_training_logprobs(versions, first_step):
+    policy, data = Policy(exact=True), batch(versions)
+    assert add(policy, data, use_kl_in_reward=True, first_step=first_step) == {"stale_samples": 0}
     assert policy.calls == [] and "prev_logprobs" not in data and "reference_policy_logprobs" not in data
 
 

@@ -1,4 +1,4 @@
-"""What tiny models of several architectures have in their config.json besides the sizes that all of them have."""
+"""The keys of config.json that tiny models of several architectures have in addition to common sizes."""
 
 LAYERS = {
     "llama": {},

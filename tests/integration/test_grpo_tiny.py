@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 from nemo_rl_cpp import run_grpo_math
+from tiny_layers import LAYERS
 
 NEMOTRON_3 = tiny.MAMBA2 | {
     "hybrid_override_pattern": "ME*E", "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
@@ -165,32 +166,22 @@ def test_two_runs_with_the_same_seed_end_with_bit_identical_weights(tmp_path):
     assert other.policy.weight_digest() != runs[0].policy.weight_digest()
 
 
-@pytest.mark.parametrize("architecture, precision", [
-    *((name, "bfloat16") for name in (
-        "olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3_text", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5_text",
-        "qwen3_5_moe_text", "gpt_oss", "nemotron_h", "nemotron_h_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite")),
-    # every kind of layer
-    *((name, "float32") for name in ("gemma2", "phi3", "qwen2_moe", "qwen3_5_text", "gpt_oss", "nemotron_h_moe", "deepseek_v3")),
-])  # fmt: skip
+ARCHITECTURES = LAYERS | {
+    "mistral": {}, "olmo2": {}, "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
+    "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2, "use_qk_norm": True, "routed_scaling_factor": 2.5},
+}  # fmt: skip
+IN_FLOAT32 = ("gemma2", "phi3", "qwen2_moe", "qwen3_5_text", "gpt_oss", "nemotron_h with latent experts", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "architecture, precision", [*((name, "bfloat16") for name in ARCHITECTURES), *((name, "float32") for name in IN_FLOAT32)]
+)  # fmt: skip
 def test_generation_and_training_logprobs_are_equal_for_every_architecture(architecture, precision, tmp_path):
-    activation = "silu" if architecture.startswith("qwen3_5") else "gelu_pytorch_tanh"
-    made = {"model_type": architecture, "sliding_window": 9, "hidden_act": activation}
-    if architecture.endswith(("moe", "moe_text")) or architecture in ("mixtral", "gpt_oss"):
-        made |= {
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-        }
-    if architecture == "glm4_moe":
-        made |= {"n_group": 2, "topk_group": 1, "use_qk_norm": True, "routed_scaling_factor": 2.5}
-    if architecture in ("deepseek_v3", "glm4_moe_lite"):
-        made |= tiny.LATENT | {"q_lora_rank": "null" if architecture == "deepseek_v3" else 24, "n_routed_experts": 6}
-        made |= {"n_group": 1, "hidden_act": "silu"}
-    if architecture.startswith("qwen3_5"):
-        made |= tiny.RECURRENT | {"model_type": architecture}
-    if architecture.startswith("nemotron_h"):
-        made = NEMOTRON_3 if architecture.endswith("moe") else tiny.MAMBA2
+    made = {"model_type": architecture.partition(" ")[0]} | ARCHITECTURES[architecture]
+    if not architecture.startswith("nemotron_h"):
+        gated = ("qwen3_5", "qwen3_next", "deepseek", "glm4_moe_lite")  # these have no other activation than SiLU
+        made |= {"sliding_window": 9, "hidden_act": "silu" if architecture.startswith(gated) else "gelu_pytorch_tanh"}
+    made = {key: "null" if value is None else value for key, value in made.items()}
     run = tiny.train(tmp_path, *tiny.SMALL, *tiny.shaped(made), f"policy.precision={precision}", "grpo.max_num_steps=3")
     assert [row["max_logprob_gap"] for row in run.history] == [0.0] * 3
     assert all(row["grad_norm"] > 0 for row in run.history)

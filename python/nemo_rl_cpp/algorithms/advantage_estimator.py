@@ -20,7 +20,7 @@ from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms.custom_components import AdvantageEstimator, OwnEstimator
 from nemo_rl_cpp.config.base import Section, Settings, as_model
 from nemo_rl_cpp.config.distillation import DistillationLossConfig
-from nemo_rl_cpp.config.loop import ADVANTAGE_ESTIMATORS, AdvEstimatorConfig, EstimatorEntry, GAEConfig, checked_name
+from nemo_rl_cpp.config.loop import ADVANTAGE_ESTIMATORS, AdvEstimatorConfig, EstimatorEntry, GAEConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.dotted_names import PythonObjectRef, import_object, is_dotted
 
@@ -384,13 +384,14 @@ class OPDAdvantageEstimator(_Estimator):
 def make_estimator(
     algorithm: str, settings: AdvEstimatorConfig | GAEConfig, loss: ClippedPGLossConfig
 ) -> AdvantageEstimator:
-    """Return the advantage estimator that `<algorithm>.adv_estimator` selects. Raise ValueError for an unknown name."""
+    """Return the advantage estimator that `settings`, the section `<algorithm>.adv_estimator`, selects. Raise ValueError
+    if it is the user's and cannot be imported or used."""
     name = settings.name
     if isinstance(name, PythonObjectRef):
         return OwnEstimator(name.component, algorithm, settings, loss)
     if is_dotted(name):
         return OwnEstimator(import_object(name, "advantage estimator"), algorithm, settings, loss, name)
-    return ADVANTAGE_ESTIMATORS[checked_name(algorithm, settings.name)](settings, loss)
+    return ADVANTAGE_ESTIMATORS[name](settings, loss)
 
 
 def register_estimator(

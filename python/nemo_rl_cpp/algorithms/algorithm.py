@@ -16,7 +16,7 @@ from nemo_rl_cpp.algorithms.advantage_estimator import AdvantageEstimator, GDPOA
 from nemo_rl_cpp.algorithms.loss import LossFunction
 from nemo_rl_cpp.algorithms.step_metrics import Metrics
 from nemo_rl_cpp.algorithms.validation import ValidationResult, Validator
-from nemo_rl_cpp.config.data import environments_of_training
+from nemo_rl_cpp.config.data import environments_of
 from nemo_rl_cpp.config.distillation import DistillationConfig
 from nemo_rl_cpp.config.loop import GRPOConfig
 from nemo_rl_cpp.config.master import DistillationMasterConfig, GRPOMasterConfig, TrainMasterConfig
@@ -205,11 +205,8 @@ def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
     section = config.env.get("reward_functions")
     if not isinstance(section, Mapping) or not section.get("as_parts") or section.get("weights") is None:
         return {}
-    if "reward_functions" not in environments_of_training(config.data):
-        return {}
-    if config.grpo.adv_estimator.reward_weights is not None:
-        raise ValueError("env.reward_functions.weights and grpo.adv_estimator.reward_weights are the same: give one")
-    return RewardFunctions.of(section).weight_of_name
+    is_used = "reward_functions" in environments_of(config.data, "data.train")
+    return RewardFunctions.of(section).weight_of_name if is_used else {}
 
 
 def distillation_advantages(config: DistillationMasterConfig) -> GroupAdvantages | EqualAdvantages:

@@ -14,7 +14,8 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.custom_components import make_loss
 from nemo_rl_cpp.algorithms.loss import MseValueLossFn
 from nemo_rl_cpp.checks.banner import rows_of
-from nemo_rl_cpp.checks.data import Lengths, data_sections, mean_lengths
+from nemo_rl_cpp.checks.data import Lengths, mean_lengths
+from nemo_rl_cpp.config.data import plain_sections
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.distributed.cluster import use_threads
@@ -326,7 +327,7 @@ def time_text(config: TrainMasterConfig) -> str:
     lengths, loop, steps = mean_lengths(config), config.loop, config.loop.max_num_steps
     shape = Shape.of(config, lengths)
     generation, training = measured_step_time(config, shape)
-    rows = [rows_of(section) for where, section in data_sections(config.data, False) if where.startswith("data.train")]
+    rows = [rows_of(section) for where, section in plain_sections(config.data) if where.startswith("data.train")]
     if None not in rows and not config.data.use_multiple_dataloader:
         steps = min(steps, loop.max_num_epochs * (sum(rows) // loop.prompts_per_round))
     if generation + training < _SHORT:

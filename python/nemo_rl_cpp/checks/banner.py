@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
-from nemo_rl_cpp.config.data import QUICK_DATASETS
+from nemo_rl_cpp.config.data import QUICK_DATASETS, plain_sections
 from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, is_experts
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import TrainedModelConfig
@@ -23,7 +23,6 @@ from nemo_rl_cpp.models.budget import budget_text
 from nemo_rl_cpp.models.model_sizes import adapter_sizes, known_model, model_sizes
 from nemo_rl_cpp.threads import cores, threads_at_start
 
-from .data import data_sections
 from .folders import newest_checkpoint
 
 _MOST_BYTES = 64 * 2**20
@@ -31,7 +30,7 @@ _MOST_BYTES = 64 * 2**20
 
 
 def banner_lines(config: WholeConfig) -> Iterator[str]:
-    """Yield the first lines of a run, the slowest to compute last. Unknown values are omitted."""
+    """Yield the lines that a run or an evaluation prints first, the slowest to compute last. Unknown values are omitted."""
     training = isinstance(config, TrainMasterConfig)
     yield config.title if training else f"Evaluation of {config.generation.model_name}"
     for name, text in _training(config) if training else _evaluation(config):
@@ -135,10 +134,9 @@ def _memory(config: TrainMasterConfig) -> str:
 
 
 def _data(config: WholeConfig) -> str:
-    evaluation = not isinstance(config, TrainMasterConfig)
     sides: dict[str, list[str]] = {"": [], "validation: ": []}
-    for where, section in data_sections(config.data, evaluation):
-        rows = rows_of(section, evaluation)
+    for where, section in plain_sections(config.data):
+        rows = rows_of(section, evaluation=where == "data")
         text = str(section.get("data_path") or section.get("dataset_name"))
         side = "validation: " if where.startswith("data.validation") else ""
         sides[side].append(text if rows is None else f"{text}, {_many(rows, 'row')}")
@@ -146,8 +144,8 @@ def _data(config: WholeConfig) -> str:
 
 
 def rows_of(section: Mapping[str, object], evaluation: bool = False) -> int | None:
-    """Return the number of rows of the data set in `section` if it is generated or a JSON Lines file; None if counting
-    would be slow. `evaluation`: whether the section belongs to an evaluation."""
+    """Return the number of rows of the data set that `section` describes, if it is generated or a JSON Lines file; None
+    if counting would be slow. `evaluation`: whether the section is of an evaluation, whose default split differs."""
     path = section.get("data_path")
     try:
         if section.get("dataset_name") in QUICK_DATASETS:

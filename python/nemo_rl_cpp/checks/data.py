@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from nemo_rl_cpp.config.access import as_written
-from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig, other_rows, too_few_rows
+from nemo_rl_cpp.config.data import other_rows, plain_sections, too_few_rows
 from nemo_rl_cpp.config.env import ENV_REGISTRY
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.data.chat_template import ChatTemplateError, choose_template
@@ -24,12 +23,11 @@ def check(config: WholeConfig) -> Iterator[Finding]:
     """Yield problems with the chat template and with every row of local data sets; others are checked by the run."""
     from .rows import check_rows  # loads numpy, so only after the other checks
 
-    evaluation = not isinstance(config, TrainMasterConfig)
-    tokenizer, findings = _tokenizer(config, evaluation)
+    tokenizer, findings = _tokenizer(config)
     yield from findings
     counts: dict[str, int | None] = {}
-    for where, section in data_sections(config.data, evaluation):
-        counts[where] = yield from check_rows(config, where, section, tokenizer, evaluation)
+    for where, section in plain_sections(config.data):
+        counts[where] = yield from check_rows(config, where, section, tokenizer)
     if isinstance(config, TrainMasterConfig):
         trained = {where: count for where, count in counts.items() if where.startswith("data.train")}
         yield from _check_counts(config, trained)
@@ -37,7 +35,8 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _check_counts(config: TrainMasterConfig, counts: dict[str, int | None]) -> Iterator[Finding]:
-    """Yield a problem if a data loader would have fewer rows than a batch. `counts`: rows of each data set."""
+    """Yield an error for each data loader that would have fewer rows than a batch. `counts` maps the dotted key of each
+    training data set to its number of rows, None if unknown."""
     batch_size = config.loop.prompts_per_round
     if config.data.use_multiple_dataloader:
         batch_size = config.data.num_prompts_per_dataloader or batch_size
@@ -50,7 +49,8 @@ def _check_counts(config: TrainMasterConfig, counts: dict[str, int | None]) -> I
 
 
 def _check_position(config: TrainMasterConfig, counts: Mapping[str, int | None]) -> Iterator[Finding]:
-    """Yield a problem if the run resumes, but its data has another number of rows than the checkpoint's."""
+    """Yield an error if the run would resume from a checkpoint whose training data had another number of rows. `counts`
+    maps the dotted key of each training data set to its number of rows, None if unknown."""
     newest = newest_checkpoint(Path(config.checkpointing.checkpoint_dir)) if config.checkpointing.enabled else None
     before = json_object(newest / "train_dataloader.json").get("num_rows") if newest is not None else None
     rows = None if None in counts.values() else sum(counts.values())
@@ -64,19 +64,18 @@ def _check_position(config: TrainMasterConfig, counts: Mapping[str, int | None])
     yield Finding("error", key, f"{why}{text} {short(newest)}: {WHAT_TO_DO}")
 
 
-def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None, list[Finding]]:
-    """Return (tokenizer with the run's chat template, problems with it); None if it is not on this machine."""
-    section, prefix = (config.tokenizer, "tokenizer") if evaluation else (config.policy.tokenizer, "policy.tokenizer")
-    value = section.chat_template if "chat_template" in section.model_fields_set else "default"
-    key = f"{prefix}.chat_template"
-    model = config.generation.model_name if evaluation else config.policy.model_name
-    name = section.name or model
+def _tokenizer(config: WholeConfig) -> tuple[Tokenizer | None, list[Finding]]:
+    """Return (tokenizer with the configured chat template, problems with this template). The tokenizer is None if it is
+    not on this machine or cannot be read."""
+    training = isinstance(config, TrainMasterConfig)
+    section, prefix = (config.policy.tokenizer, "policy.tokenizer") if training else (config.tokenizer, "tokenizer")
+    name, value, key = section.name, section.chat_template, f"{prefix}.chat_template"
     try:
         if name == sources.TINY_RANDOM:
             tokenizer = tiny_tokenizer()
             tokenizer.chat_template = choose_template(value, tokenizer.chat_template, key)
             return tokenizer, []
-        folder = sources.local_folder(sources.find_policy_weights(name) if evaluation else name)
+        folder = sources.local_folder(name if training else sources.find_policy_weights(name))
         if folder is None or not (folder / "tokenizer.json").is_file():
             # a bare word may name a template of a tokenizer that is not on this machine yet
             if value is None or "{" in value or "/" in value or "." in value or not value.strip():
@@ -90,32 +89,20 @@ def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None,
         return None, []
 
 
-def data_sections(data: DataConfig | EvalDataConfig, evaluation: bool) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield (dotted key, section with defaults filled in) for each data set in `data`."""
-    plain = as_written(data)
-    if evaluation:
-        yield "data", plain
-        return
-    for side in ("train", "validation"):
-        given = plain.get(side)
-        for i, section in enumerate(given if isinstance(given, list) else [] if given is None else [given]):
-            where = f"data.{side}.{i}" if isinstance(given, list) else f"data.{side}"
-            yield where, {**(plain.get("default") or {}), **section}
-
-
 class Lengths(NamedTuple):
-    """The mean number of tokens of the prompts, and of the answers in them."""
+    """The mean number of tokens of the prompts of a run's training data, and of the answers that these prompts contain
+    in supervised fine-tuning."""
 
     prompt: float
     answer: float
 
 
 def mean_lengths(config: TrainMasterConfig) -> Lengths | None:
-    """Return the mean lengths over some rows of the training data; None if not all of it can be read quickly."""
+    """Return the mean lengths over up to 64 rows of each training data set; None if one cannot be read quickly."""
     from .rows import lengths_of  # loads numpy
 
-    tokenizer, _ = _tokenizer(config, False)
-    sections = [section for where, section in data_sections(config.data, False) if where.startswith("data.train")]
+    tokenizer, _ = _tokenizer(config)
+    sections = [section for where, section in plain_sections(config.data) if where.startswith("data.train")]
     found = [None if tokenizer is None else lengths_of(section, tokenizer) for section in sections]
     rows = [] if None in found else [row for each in found for row in each]
     return Lengths(*(sum(each) / len(rows) for each in zip(*rows))) if rows else None
@@ -126,14 +113,14 @@ def mean_lengths(config: TrainMasterConfig) -> Lengths | None:
 
 def check_environments(config: WholeConfig) -> Iterator[Finding]:
     """Import the user's own environments, reward functions, data set classes, estimator and loss, which may import
-    torch. Yield a problem for each import that fails."""
+    torch. Yield an error for each import that fails."""
     training = isinstance(config, TrainMasterConfig)
     named: list[tuple[str, object, str]] = []
     if training:
         named.append((f"{config.algorithm}.adv_estimator.name", config.loop.adv_estimator.name, "advantage estimator"))
         named.append(("loss_fn.name", config.loss_fn.name, "loss"))
         named.append(("data.custom_dataloader", config.data.custom_dataloader, "data loader"))
-    sections = list(data_sections(config.data, not training))
+    sections = plain_sections(config.data)
     named += [(f"{key}.dataset_name", section.get("dataset_name"), "data set class") for key, section in sections]
     for key, name, what in named:
         if is_dotted(name):
@@ -161,7 +148,8 @@ def check_environments(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _check_rewards(config: WholeConfig, section: Mapping[str, object]) -> Iterator[Finding]:
-    """Import the reward functions of `section`. Yield problems with gdpo; raise ValueError for an invalid section."""
+    """Import the reward functions that `section`, env.reward_functions, names. Yield an error if the advantage estimator
+    gdpo cannot use their rewards. Raise ValueError for an invalid section."""
     functions, key = RewardFunctions.of(section).functions, "env.reward_functions"
     estimator = getattr(getattr(config, "grpo", None), "adv_estimator", None)
     if estimator is None or estimator.name != "gdpo":
@@ -172,6 +160,3 @@ def _check_rewards(config: WholeConfig, section: Mapping[str, object]) -> Iterat
     elif not section.get("as_parts"):
         needs = "must be true with adv_estimator.name gdpo, whose parts are the functions' own rewards"
         yield Finding("error", f"{key}.as_parts", needs)
-    elif section.get("weights") is not None and estimator.reward_weights is not None:
-        needs = "and grpo.adv_estimator.reward_weights are the same thing: give one of them"
-        yield Finding("error", f"{key}.weights", needs)

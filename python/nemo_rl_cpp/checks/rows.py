@@ -5,7 +5,7 @@ from itertools import islice
 from pathlib import Path
 
 from nemo_rl_cpp.config.data import QUICK_DATASETS
-from nemo_rl_cpp.config.master import WholeConfig
+from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.data.conversation import row_at
 from nemo_rl_cpp.data.datasets import response_datasets
 from nemo_rl_cpp.data.datasets.files import is_local
@@ -21,9 +21,11 @@ _MEASURED_ROWS = 64
 
 
 def check_rows(
-    config: WholeConfig, where: str, section: dict[str, object], tokenizer: Tokenizer | None, evaluation: bool
+    config: WholeConfig, where: str, section: dict[str, object], tokenizer: Tokenizer | None
 ) -> Generator[Finding, None, int | None]:
-    """Yield the problems of a data set, and return its number of rows; None if they cannot be read now."""
+    """Yield the problems of the data set that `section`, at the dotted key `where`, describes. Return its number of
+    rows; None if it is too large to be read now. Prompts are checked only with a tokenizer."""
+    evaluation = not isinstance(config, TrainMasterConfig)
     try:
         if not _is_quick(section):
             _check_unread(section)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +17,7 @@ from pydantic import (
 
 from nemo_rl_cpp.dotted_names import is_dotted
 
+from .access import as_written
 from .base import Entry, Int, Positive, Section, Table, key, section
 
 
@@ -193,10 +194,8 @@ def too_few_rows(rows: int, batch_size: int, section: str) -> str | None:
     the configuration section with the key num_prompts_per_step."""
     if rows >= batch_size:
         return None
-    return (
-        f"has {rows} row{'s' if rows != 1 else ''}, fewer than one batch of {batch_size}: lower {section}.num_prompts_per_step (or "
-        f"{section}.batch_multiplier), or take more data"
-    )
+    text = f"has {rows} row{'s' if rows != 1 else ''}, fewer than one batch of {batch_size}"
+    return f"{text}: lower {section}.num_prompts_per_step (or {section}.batch_multiplier), or take more data"
 
 
 def other_rows(rows: int, before: int) -> str | None:
@@ -205,16 +204,29 @@ def other_rows(rows: int, before: int) -> str | None:
     return None if rows == before else f"has {rows} rows, not {before}, so this is another run than the checkpoint's"
 
 
-def environments_of_training(data: DataConfig) -> set[str | None]:
-    """Return the names of the training datasets' environments, with None for a dataset without environment."""
-    default = data.default.env_name if data.default is not None else None
-    return {each.env_name or default for _, each in datasets_of(data.train, "data.train")}
+D = TypeVar("D", DatasetConfig, dict[str, object])
 
 
-def datasets_of(value: DatasetConfig | list[DatasetConfig] | None, dotted: str) -> list[tuple[str, DatasetConfig]]:
-    """Return (dotted key, dataset) for the dataset `value`, or for each in the list `value`. `dotted` is its key."""
-    if value is None:
-        return []
+def datasets_of(value: D | list[D] | None, dotted: str) -> list[tuple[str, D]]:
+    """Return (dotted key, section) for the section `value` of one dataset, or for each section in the list `value`.
+    `dotted` is the key of `value`, such as "data.train"."""
     if isinstance(value, list):
         return [(f"{dotted}.{i}", item) for i, item in enumerate(value)]
-    return [(dotted, value)]
+    return [] if value is None else [(dotted, value)]
+
+
+def plain_sections(data: DataConfig | EvalDataConfig | Mapping[str, object]) -> list[tuple[str, dict[str, object]]]:
+    """Return (dotted key, section) for each dataset of the section `data` of a run or of an evaluation. The sections
+    are dictionaries, and have the values of `data.default` that apply to them."""
+    plain = as_written(data)
+    if isinstance(data, EvalDataConfig):
+        return [("data", plain)]
+    default = plain.get("default") or {}
+    every = [each for side in ("train", "validation") for each in datasets_of(plain.get(side), f"data.{side}")]
+    return [(dotted, {**defaults_for(section, default), **section}) for dotted, section in every]
+
+
+def environments_of(data: DataConfig, side: str = "data.") -> list[str | None]:
+    """Return the name of each dataset's environment, None for a dataset without one. `side` is "data.train" for the
+    training datasets alone."""
+    return [section.get("env_name") for dotted, section in plain_sections(data) if dotted.startswith(side)]

@@ -21,6 +21,7 @@ from .data import (
     EvalDataConfig,
     dataset_keys,
     datasets_of,
+    environments_of,
     takes,
 )
 from .distillation import check_sft, check_teachers
@@ -166,9 +167,14 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
     if loop.num_generations_per_prompt == 1 and not learns and not is_user_defined(estimator.name):
         text = "is 1: a response alone in its group is its own baseline, so every advantage is 0; set at least 2"
         report.add("grpo.num_generations_per_prompt", text, "grpo.adv_estimator.name")
+    weights, functions = "grpo.adv_estimator.reward_weights", config.env.get("reward_functions") or {}
     if estimator.name != "gdpo" and estimator.reward_weights is not None:
         text = f"is read by adv_estimator.name gdpo only, not {estimator.name}; set it to null"
-        report.add("grpo.adv_estimator.reward_weights", text, "grpo.adv_estimator.name")
+        report.add(weights, text, "grpo.adv_estimator.name")
+    both = estimator.reward_weights is not None and functions.get("weights") is not None
+    if estimator.name == "gdpo" and both and "reward_functions" in environments_of(config.data, "data.train"):
+        text = f"and {weights} are the same thing: give one of them"
+        report.add("env.reward_functions.weights", text, weights)
     changed = {"reward_shaping.enabled": loop.reward_shaping.enabled, "length_penalty": loop.length_penalty is not None}
     for name in [name for name, given in changed.items() if given and estimator.name == "gdpo"]:
         text = "changes the total reward, but adv_estimator.name gdpo reads the parts of the reward; switch it off"
@@ -182,7 +188,7 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
 
 
 def _not_read(report: Report, key: str, beside: str) -> None:
-    """Report that `key` has no effect with `beside`, if the run's file or an override sets it, not a parent."""
+    """Report that `key` has no effect with the setting `beside`, unless only a parent file sets `key`."""
     if report.nearness(key) >= 2:
         report.add(key, f"has no effect with {beside}: leave it out")
 
@@ -230,11 +236,8 @@ def _check_batches(config: TrainMasterConfig, model: str, report: Report) -> Non
     if batch % wanted == 0:
         return
     divisors = [d for d in range(1, batch + 1) if batch % d == 0]
-    nearest = (
-        max((d for d in divisors if d < wanted), default=None),
-        min((d for d in divisors if d > wanted), default=None),
-    )
-    legal = " or ".join(str(d) for d in nearest if d is not None)
+    nearest = [*(d for d in divisors if d < wanted)][-1:] + [d for d in divisors if d > wanted][:1]
+    legal = " or ".join(map(str, nearest))
     samples = f"{prompts} {loop.num_prompts_per_step} x {generations} {loop.num_generations_per_prompt}"
     text = f"is {wanted}, which does not divide the {batch} samples of a step ({samples})"
     key = f"{model}.train_global_batch_size"

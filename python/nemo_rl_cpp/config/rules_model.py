@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from .base import Section
 from .cluster import ClusterConfig, engines_of, trainers_of
-from .data import DatasetDefaults, datasets_of
+from .data import environments_of
 from .errors import ConfigError, Report
 from .fold import engine_name, exactness_of, is_apart, sizes_of
 from .generation import EXPOSED, PACKAGES, GenerationConfig
@@ -485,9 +485,7 @@ def check_serving(config: TrainMasterConfig, report: Report) -> None:
 
 def _check_agents(config: TrainMasterConfig, report: Report) -> None:
     """If agents make the rollouts, report that they need the policy's HTTP server, and max_rollout_turns 1."""
-    default = config.data.default or DatasetDefaults()
-    sets = [d for split in ("train", "validation") for _, d in datasets_of(getattr(config.data, split), split)]
-    names = [d.env_name or default.env_name for d in sets]
+    names = environments_of(config.data)
     if config.env.get("should_use_nemo_gym") and "nemo_gym" not in names:
         text = "is true, but no data set has the env_name nemo_gym: set data.default.env_name to nemo_gym, or this to false"
         report.add("env.should_use_nemo_gym", text)

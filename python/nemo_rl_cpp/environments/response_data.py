@@ -10,10 +10,10 @@ from decimal import Decimal, InvalidOperation
 
 from nemo_rl_cpp.config.access import as_written
 from nemo_rl_cpp.config.base import as_model
-from nemo_rl_cpp.config.data import DataConfig, defaults_for
+from nemo_rl_cpp.config.data import DataConfig, plain_sections
 from nemo_rl_cpp.data.conversation import row_at
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, RawDataset, load_response_dataset, merge_datasets
-from nemo_rl_cpp.data.datasets.files import extract_necessary_env_names, sections_of
+from nemo_rl_cpp.data.datasets.files import extract_necessary_env_names
 from nemo_rl_cpp.data.datasets.response_datasets import check_dataset_config
 from nemo_rl_cpp.data.interfaces import Indexed, Row, TaskDataSpec, TokenizerType
 from nemo_rl_cpp.data.interfaces import TaskDataPreProcessFnCallable as Preprocessor
@@ -237,25 +237,23 @@ class _Tasks:
         return AllTaskProcessedDataset(merged, tokenizer, None, self.processors, self.preprocessors, longest)
 
 
-def _filled_sections(config: Settings, env_configs: Settings | None) -> dict[str, list[Settings]]:
-    """Return the sections of `data.train` and `data.validation` with defaults. Raise ValueError for an invalid one."""
+def _checked_sections(config: Settings, env_configs: Settings | None) -> list[tuple[str, Settings]]:
+    """Return `plain_sections(config)` of the section `data`. Raise ValueError if one is invalid or, with `env_configs`
+    (the section `env`), has no environment there."""
     if config.get("train") is None:
         raise ValueError(
             "the data section lacks `train`: data.train.dataset_name names the training data, and "
             "data.validation that for validation"
         )
-    default = config.get("default") or {}
-    sides: dict[str, list[Settings]] = {}
-    for side in ("train", "validation"):
-        sides[side] = [{**defaults_for(section, default), **section} for section in sections_of(config.get(side))]
-        for section in sides[side]:
-            check_dataset_config(section)
-            env_name = section.get("env_name")
-            if env_configs is not None and env_name is None:
-                raise ValueError(f"data.{side} lacks env_name (or data.default.env_name): which environment scores it?")
-            if env_configs is not None and env_configs.get(env_name) is None:
-                raise ValueError(f"data.{side}.env_name is {env_name!r}, but there is no section env.{env_name}")
-    return sides
+    sections = plain_sections(config)
+    for where, section in sections:
+        check_dataset_config(section)
+        env_name = section.get("env_name")
+        if env_configs is not None and env_name is None:
+            raise ValueError(f"{where} lacks env_name (or data.default.env_name): which environment scores it?")
+        if env_configs is not None and env_configs.get(env_name) is None:
+            raise ValueError(f"{where}.env_name is {env_name!r}, but there is no section env.{env_name}")
+    return sections
 
 
 @dataclass
@@ -274,7 +272,7 @@ def load_response_data(
     """Load the data sets of a run and, with `env_configs` (the section `env`), its environments, with `actors` in Ray
     actors. Warn of prompts to truncate and unmatchable truths; raise ValueError if that is all rows."""
     config = as_written(data_config)
-    sides = _filled_sections(config, env_configs)
+    sections = _checked_sections(config, env_configs)
     max_length = as_model(config, DataConfig, "data").max_input_seq_length
     limits = Limits(max_length, max_total_sequence_length)
     environments: dict[str, Environment] = {}
@@ -284,18 +282,15 @@ def load_response_data(
             if env_configs.get(name) is not None:  # a default that no section uses may have no entry
                 environments[name] = create_env(name, env_configs[name], actors)
         tasks = {"train": _Tasks(), "validation": _Tasks()}
-        for side, sections in sides.items():
-            for i, section in enumerate(sections):
-                raw = load_response_dataset(section)
-                env_name = section.get("env_name")
-                where = f"data.{side}.{i}" if isinstance(config[side], (list, tuple)) else f"data.{side}"
-                scored = (env_name, (env_configs or {}).get(env_name))
-                parts = [(side, where, raw.dataset)]
-                if side == "train" and raw.val_dataset is not None:
-                    parts.append(("validation", f"{where} (held out)", raw.val_dataset))
-                for part_of, place, rows in parts:
-                    tasks[part_of].add(raw, rows, environments.get(env_name))
-                    say(inspect_rows(raw, rows, tokenizer, limits, place, scored))
+        for where, section in sections:
+            raw, env_name, side = load_response_dataset(section), section.get("env_name"), where.split(".")[1]
+            scored = (env_name, (env_configs or {}).get(env_name))
+            parts = [(side, where, raw.dataset)]
+            if side == "train" and raw.val_dataset is not None:
+                parts.append(("validation", f"{where} (held out)", raw.val_dataset))
+            for part_of, place, rows in parts:
+                tasks[part_of].add(raw, rows, environments.get(env_name))
+                say(inspect_rows(raw, rows, tokenizer, limits, place, scored))
     except BaseException:
         for environment in environments.values():
             shut_down(environment)

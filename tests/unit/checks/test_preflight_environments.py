@@ -56,7 +56,7 @@ def test_preflight_check_accepts_valid_reward_functions_and_environments():
     assert found("data.default.env_name=preflight_module.Actor", "+env={preflight_module.Actor: {}}") == []
 
 
-def test_gdpo_requires_several_reward_components_and_only_one_list_of_weights():
+def test_gdpo_requires_several_reward_functions_whose_rewards_are_kept_as_parts():
     def of(section, *more):
         names = "functions: [preflight_module.right, preflight_module.Holder.Inner.right], "
         given = f"+env={{reward_functions: {{{names if 'functions' not in section else ''}{section}}}}}"
@@ -69,8 +69,6 @@ def test_gdpo_requires_several_reward_components_and_only_one_list_of_weights():
     assert told.startswith(
         "env.reward_functions.functions names one function, but adv_estimator.name gdpo weighs the parts"
     )
-    (told,) = of("as_parts: true, weights: [1.0, 0.5]", "grpo.adv_estimator.reward_weights=[1,1]")
-    assert told.startswith("env.reward_functions.weights and grpo.adv_estimator.reward_weights are the same thing")
 
 
 def test_preflight_check_tests_the_environments_of_all_data_sets():

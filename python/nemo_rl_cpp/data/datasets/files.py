@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import huggingface_hub
 
+from nemo_rl_cpp.config.access import as_written
+from nemo_rl_cpp.config.data import datasets_of
 from nemo_rl_cpp.data.conversation import row_at, without_padding
 from nemo_rl_cpp.data.interfaces import Indexed, Row
 from nemo_rl_cpp.data.random_order import permutation
@@ -25,8 +27,6 @@ from nemo_rl_cpp.hub.sources import check_on_hub, unreachable
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-    Section = dict[str, object]  # one data set of a configuration, as plain data
 
 
 class ListDataset:
@@ -81,17 +81,15 @@ class ListDataset:
         `seed`. Raise ValueError if either part is empty."""
         count = test_size if isinstance(test_size, int) else math.ceil(test_size * len(self))
         if not 0 < count < len(self):
-            raise ValueError(
-                f"split_validation_size {test_size} of {len(self)} rows leaves {len(self) - count} rows to "
-                f"train on and {count} to validate with; both must be at least 1"
-            )
+            parts = f"{len(self) - count} rows to train on and {count} to validate with"
+            raise ValueError(f"split_validation_size is {test_size}, which leaves {parts}: both must be at least 1")
         order = permutation(len(self), seed, 0)
         return {"train": self.select(order[count:]), "test": self.select(order[:count])}
 
 
 @dataclass(eq=False)
 class ChainedDataset:
-    """The concatenation of several data sets of different types."""
+    """The concatenation of the data sets `parts`, which may be of different types."""
 
     parts: Sequence[Indexed[Row]]
 
@@ -116,15 +114,13 @@ def _text(path: Path) -> str:
     data = path.read_bytes()
     try:
         text = data.decode("utf-8-sig")
+        fault = f"byte {data.index(0)} is zero, which no text holds" if "\0" in text else ""
     except UnicodeDecodeError as error:
-        guess = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "Latin-1 or another old encoding"
-        raise ValueError(
-            f"data: {path}: byte {error.start} is not UTF-8; the file is {guess}, perhaps: save it as UTF-8"
-        ) from None
-    if "\0" in text:
-        raise ValueError(
-            f"data: {path}: byte {data.index(0)} is zero, which no text holds; the file is UTF-16, perhaps: save it as UTF-8"
-        )
+        text, fault = "", f"byte {error.start} is not UTF-8"
+    if fault:
+        is_utf16 = data[:2] in (b"\xff\xfe", b"\xfe\xff") or "zero" in fault
+        guess = "UTF-16" if is_utf16 else "Latin-1 or another old encoding"
+        raise ValueError(f"data: {path}: {fault}; the file is {guess}, perhaps: save it as UTF-8")
     return text
 
 
@@ -137,20 +133,28 @@ def _json_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-_from_json = json.JSONDecoder(object_pairs_hook=_json_object).decode
+def _from_json(text: str, where: str) -> object:
+    """Return the value of a JSON text. Raise ValueError, which begins with `where` (a file, and perhaps a line), if the
+    text is no JSON (its cause is then the JSONDecodeError), is nested too deeply, or has a key twice in an object."""
+    try:
+        return json.loads(text, object_pairs_hook=_json_object)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not a JSON object: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{where}: the JSON is nested too deeply") from None
 
 
 def _json_rows(path: Path) -> list[Row]:
     """Return the rows of a JSON Lines file, or of a JSON file with a list of objects or an object of columns."""
     text = _text(path)
     try:
-        whole = _from_json(text)
-    except json.JSONDecodeError:
-        whole = None
+        whole = _from_json(text, f"data: {path}")
     except ValueError as error:
-        raise ValueError(f"data: {path}: {error}") from None
-    except RecursionError:
-        raise ValueError(f"data: {path}: the JSON is nested too deeply") from None
+        if not isinstance(error.__cause__, json.JSONDecodeError):
+            raise
+        whole = None  # JSON Lines
     if isinstance(whole, list):
         rows = whole
     elif path.suffix.lower() == ".json" and _are_columns(whole):
@@ -161,7 +165,8 @@ def _json_rows(path: Path) -> list[Row]:
     elif isinstance(whole, dict):
         rows = [whole]
     else:
-        rows = list(_json_lines(path, text))
+        lines = enumerate(text.split("\n"), start=1)
+        rows = [_from_json(line, f"{path}:{number}") for number, line in lines if line.strip()]
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise ValueError(f"data: {path}, row {number}: is a {type(row).__name__}, expected a JSON object")
@@ -174,19 +179,6 @@ def _are_columns(whole: object) -> bool:
         return False
     firsts = [values[0] for values in whole.values() if values]
     return not any(isinstance(first, dict) and {"role", "from"} & first.keys() for first in firsts)
-
-
-def _json_lines(path: Path, text: str) -> Iterable[object]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                yield _from_json(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not a JSON object: {error}") from error
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: {error}") from None
-            except RecursionError:
-                raise ValueError(f"{path}:{number}: the JSON is nested too deeply") from None
 
 
 def _csv_rows(path: Path) -> list[Row]:
@@ -249,8 +241,10 @@ def read_file(path: Path) -> ListDataset:
 
 
 def read_folder(path: Path, split: str | None) -> ListDataset:
-    """Return the rows of all data files (of one extension) in a folder and its subfolder `data`, by name; of `split`
-    alone if names begin with splits (`train-00000-of-00002.parquet`). Raise ValueError without files."""
+    """Return the rows of all data files in a folder and in its subfolder `data`, in the order of their names. If the
+    names begin with splits (`train-00000-of-00002.parquet`), read only the files of `split` (None: train). Raise
+    ValueError if there is no data file, or files with different extensions."""
+    where = f"data: the folder {str(path)!r} (data_path)"
     files = [file for folder in (path, path / "data") if folder.is_dir() for file in sorted(folder.iterdir())]
     files = [file for file in files if file.is_file() and not file.name.startswith(".")]
     files = [file for file in files if file.suffix.lower() in READERS]
@@ -259,24 +253,19 @@ def read_folder(path: Path, split: str | None) -> ListDataset:
         endings = [ending for ending in endings if ending not in (".txt", ".json")]
     if not files or len(endings) != 1:
         what = f"files with the endings {', '.join(endings)}" if endings else f"no file ending in {', '.join(READERS)}"
-        raise ValueError(
-            f"data: the folder {str(path)!r} (data_path) holds {what}; expected files of one kind, or what "
-            "datasets.save_to_disk wrote: name the file to read"
-        )
+        raise ValueError(f"{where} holds {what}, not data files of one kind: name the file to read")
     files = [file for file in files if file.suffix.lower() == endings[0]]
     of_splits = {file: found[1] for file in files if (found := _LISTED.match(file.name))}
     if of_splits:
         wanted, splits = split or "train", sorted(set(of_splits.values()))
         if other := next((file.name for file in files if file not in of_splits), None):
-            raise ValueError(
-                f"data: the folder {str(path)!r} (data_path) holds files of splits ({', '.join(splits)}) and {other!r}, which "
-                "belongs to none: name the file to read"
-            )
+            held = f"files of splits ({', '.join(splits)}) and {other!r}, which belongs to none"
+            raise ValueError(f"{where} holds {held}: name the file to read")
         files = [file for file in files if of_splits[file] == wanted]
         if not files:
-            raise ValueError(f"data: the folder {str(path)!r} (data_path) has splits {splits}, but split is {wanted!r}")
+            raise ValueError(f"{where} has splits {splits}, but split is {wanted!r}")
     elif split not in (None, "train"):
-        raise ValueError(f"data: the folder {str(path)!r} (data_path) has only split 'train', but split is {split!r}")
+        raise ValueError(f"{where} has only split 'train', but split is {split!r}")
     return ListDataset(row for file in files for row in read_file(file))
 
 
@@ -303,10 +292,8 @@ def load_dataset_from_path(
         saved = any((path / name).is_file() for name in written)
         return _from_disk(path, data_split) if saved else read_folder(path, data_split)
     if is_local(data_path):
-        raise ValueError(
-            f"data: data_path {str(data_path)!r} must be a file ending in {', '.join(READERS)}, a folder of such files or "
-            "one written by datasets.save_to_disk, or the name of a data set on the hub"
-        )
+        forms = f"a file ending in {', '.join(READERS)}, a folder of such files, or a data set on the hub"
+        raise ValueError(f"data: data_path {str(data_path)!r} must be {forms}")
     return load_hub_dataset(str(data_path), data_subset, data_split)
 
 
@@ -332,15 +319,14 @@ def _datasets_library(what: str) -> ModuleType:
     try:
         import datasets
     except ImportError:
-        raise ValueError(
-            f"the data set {what!r} (dataset_name, data_path) needs the `datasets` library: "
-            "pip install datasets, or use ResponseDataset on a local JSONL file"
-        ) from None
+        install = "pip install datasets, or use ResponseDataset on a local JSONL file"
+        raise ValueError(f"the data set {what!r} (dataset_name, data_path) needs a library: {install}") from None
     return datasets
 
 
 def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "train") -> Dataset:
-    """Load a data set from the Hub, or from the local cache. Raise SourceError (a ValueError) if neither has it."""
+    """Load a data set from the Hugging Face Hub, or from its local cache if the Hub does not answer. Raise SourceError
+    (a ValueError) if neither has it."""
     if check_on_hub(name, "dataset", "dataset_name or data_path"):
         return _datasets_library(name).load_dataset(name, subset, split=split or "train")
     try:
@@ -357,6 +343,8 @@ def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "
 
 
 def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
+    """Return one data set with the rows of all `datasets`. It is a `datasets.Dataset` if all are and have the same
+    columns, and a `ListDataset` if all are."""
     if len(datasets) == 1:
         return datasets[0]
     if all(isinstance(dataset, ListDataset) for dataset in datasets):
@@ -368,13 +356,9 @@ def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
     return ChainedDataset(datasets)
 
 
-def sections_of(side: Section | Sequence[Section] | None) -> list[Section]:
-    """Return `side` (`data.train` or `data.validation`: one section, a list, or None) as a list of sections."""
-    return [] if side is None else list(side) if isinstance(side, (list, tuple)) else [side]
-
-
 def extract_necessary_env_names(data_config: Mapping[str, object]) -> list[str]:
     """Return the names of all environments that the sections of `data` use, each once, in order of appearance."""
-    sides = [sections_of(data_config.get(key)) for key in ("train", "validation", "default")]
-    names = [section.get("env_name") for side in sides for section in side if section is not None]
+    plain = as_written(data_config)
+    every = [each for key in ("train", "validation", "default") for _, each in datasets_of(plain.get(key), key)]
+    names = [section.get("env_name") for section in every if section is not None]
     return list(dict.fromkeys(name for name in names if name is not None))

@@ -20,11 +20,8 @@ def _load() -> ModuleType:
         raise ImportError("nemo_rl_cpp's native core is missing: install the package with `pip install .` or `uv sync`")
     check_torch_version(torch.__version__)
     core = importlib.import_module("nemo_rl_cpp._C")
-    if (
-        core.cuda_compiled
-        and torch.version.cuda is not None
-        and importlib.util.find_spec("nemo_rl_cpp._cuda") is not None
-    ):
+    is_built = core.cuda_compiled and importlib.util.find_spec("nemo_rl_cpp._cuda") is not None
+    if is_built and torch.version.cuda is not None:
         importlib.import_module("nemo_rl_cpp._cuda")  # registers the CUDA kernels; needs no driver
     return core
 

@@ -35,11 +35,11 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: f
 
 def having_words(name: str, known: Iterable[str]) -> list[str]:
     """Return up to three known names that have all words of `name` or their synonyms, fewest other words first."""
-    words = {
-        other: {part for word in _WORDS.findall(other) for part in _SAME.get(word, word).split()}
-        for other in (*known, name)
-    }
-    wanted = words.pop(name)
+
+    def words_of(text: str) -> set[str]:
+        return {part for word in _WORDS.findall(text) for part in _SAME.get(word, word).split()}
+
+    wanted, words = words_of(name), {other: words_of(other) for other in known if other != name}
     found = [other for other in words if wanted and wanted <= words[other]]
     return sorted(found, key=lambda other: (len(words[other]), len(other), other))[:3]
 
@@ -81,18 +81,16 @@ def number(name: str, value: object, low: float, high: float, zero_is: str = "")
     """Return `value` as a float from `low` to `high`. If `zero_is` is not empty, 0 is valid, too, and the error message
     describes the meaning of 0 with this text. Reject True and strings."""
     found = _scalar(value)
-    if (
-        isinstance(found, bool)
-        or not isinstance(found, (int, float))
-        or not (low <= found <= high or zero_is and found == 0)
-    ):
+    is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
+    if not is_number or not (low <= found <= high or zero_is and found == 0):
         zero = f", or 0 {zero_is}" if zero_is else ""
         raise ValueError(f"{name} = {in_a_line(value)}: expected a number from {low:g} to {high:g}{zero}")
     return float(found)
 
 
 def token_ids(name: str, value: object) -> list[int]:
-    """Return token ids (a sequence, array or tensor of whole numbers) as a list of ints. `name` says whose they are."""
+    """Return token ids (a sequence, array or tensor of whole numbers) as a list of ints. Error messages call them
+    `name`."""
     ids = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
         raise ValueError(f"{name} is {in_a_line(value)}: expected a list of token ids, as tokenizer(text)['input_ids']")
@@ -149,9 +147,8 @@ def is_iterable(value: object) -> bool:
 
 def names_of(keys: Iterable[object]) -> list[str]:
     """Return the first 20 of the sorted keys as texts, for error messages."""
-    return sorted(
-        key if isinstance(key, str) and key.isprintable() and len(key) <= 60 else in_a_line(key) for key in keys
-    )[:20]
+    plain = lambda key: isinstance(key, str) and key.isprintable() and len(key) <= 60  # noqa: E731
+    return sorted(key if plain(key) else in_a_line(key) for key in keys)[:20]
 
 
 def described(value: object) -> str:

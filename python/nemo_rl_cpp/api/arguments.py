@@ -93,7 +93,8 @@ class Given:
 
 
 def component_keys(given: object, what: str, algorithm: str) -> Given:
-    """Convert the argument `what`, "loss_fn" or "adv_estimator", of `train_<algorithm>`."""
+    """Convert the value `given` of the argument `what`, "loss_fn" or "adv_estimator", of `train_<algorithm>`. Raise
+    ValueError if it has none of the argument's forms."""
     section = "loss_fn" if what == "loss_fn" else f"{algorithm}.adv_estimator"
     if given is None:
         return Given(what)
@@ -126,8 +127,8 @@ def lora_keys(given: object, algorithm: str) -> Keys:
 
 
 def reward_environment(functions: Any, weights: object, as_parts: bool) -> RewardFunctionEnvironment:
-    """Return an environment of the arguments reward_funcs and reward_weights. `as_parts` keeps the rewards separate for
-    the estimator gdpo, which weights them itself and needs at least two."""
+    """Return an environment that scores with `functions` and `weights`, the arguments reward_funcs and reward_weights.
+    `as_parts` keeps the functions' rewards separate, for the estimator gdpo, which weights them itself."""
     if functions is None:
         raise ValueError("reward_funcs is missing: give a function of (completions, **columns), one number each")
     if inspect.isclass(functions):
@@ -179,9 +180,8 @@ def rows_of(given: object, name: str) -> list[Row]:
     A string is one prompt, unless it is the path of a file or folder. A mapping of columns, a data frame (pandas,
     polars, pyarrow) and a `datasets.Dataset` give rows; others are iterated. Raise ValueError for an invalid prompt."""
     items, source = _items(given, name)
-    padded = conversation.comes_from_arrow(given) or any(
-        conversation.comes_from_arrow(item) or conversation.came_through_pandas(item) for item in items
-    )
+    padded = any(conversation.comes_from_arrow(each) for each in (given, *items))
+    padded = padded or any(map(conversation.came_through_pandas, items))
     rows = [_row(item, f"row {i} of {source}") for i, item in enumerate(items)]
     if not rows:
         raise ValueError(f"{source} is empty: {FORMS}")
@@ -259,10 +259,8 @@ def _row(item: object, where: str) -> Row:
     if isinstance(row, str) or conversation.is_conversation(row):
         row = {"prompt": row}
     if not isinstance(row, dict):
-        raise ValueError(
-            f"{where} is {described(item)}; a row is a text, a conversation (a list of messages with role and content), "
-            'or a mapping such as {"prompt": "1+1=", "answer": "2"}'
-        )
+        forms = 'a text, messages with role and content, or a mapping such as {"prompt": "1+1=", "answer": "2"}'
+        raise ValueError(f"{where} is {described(item)}; a row is {forms}")
     wrong = next((key for key in row if not isinstance(key, str)), None)
     if wrong is not None:
         raise ValueError(f"{where} has the key {in_a_line(wrong)}; keys must be texts")
@@ -297,7 +295,8 @@ def dataset_of(
 
 
 def prompt_message(prompt: Prompt, tokenizer: TokenizerType, tools: list[dict[str, object]] | None = None) -> Message:
-    """Return a user message with a prompt's text, which the chat template renders from a conversation, and ids."""
+    """Return the user message, with text and token ids, of a prompt: a text, or a conversation that the chat template
+    renders with the JSON schemas `tools`."""
     messages = None if isinstance(prompt, str) else list(prompt)
     text = prompt if messages is None else render_prompt(tokenizer, messages, tools=tools)
     ids = torch.tensor(prompt_ids(tokenizer, text, messages), dtype=torch.int64)
@@ -307,14 +306,10 @@ def prompt_message(prompt: Prompt, tokenizer: TokenizerType, tools: list[dict[st
 def _processor(
     row: Row, spec: TaskDataSpec, tokenizer: TokenizerType, max_seq_length: int | None, idx: int
 ) -> DatumSpec:
-    message = prompt_message(
-        conversation.prompt_of(row["prompt"], f"prompt {idx}"), tokenizer, conversation.tools_of(row)
-    )
+    prompt = conversation.prompt_of(row["prompt"], f"prompt {idx}")
+    message = prompt_message(prompt, tokenizer, conversation.tools_of(row))
+    info = {key: value for key, value in row.items() if key != "prompt"}
     return DatumSpec(
-        message_log=[message],
-        length=len(message["token_ids"]),
-        extra_env_info={key: value for key, value in row.items() if key != "prompt"},
-        loss_multiplier=1.0,
-        idx=idx,
+        message_log=[message], length=len(message["token_ids"]), extra_env_info=info, loss_multiplier=1.0, idx=idx,
         task_name=TASK,
-    )
+    )  # fmt: skip

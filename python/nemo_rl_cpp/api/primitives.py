@@ -60,9 +60,8 @@ class Engine:
         config = as_model(settings, GenerationConfig, "policy.generation")
         longest = config.effective_max_model_len(model.folder.config["max_position_embeddings"])
         runner, seed = native_runner(model.native, config), whole_number("seed", seed, -(2**63))
-        self._native = NativeGeneration(
-            runner, config, model.tokenizer, end_token_ids=ends, seed=seed, max_model_len=longest
-        )
+        limits = {"end_token_ids": ends, "seed": seed, "max_model_len": longest}
+        self._native = NativeGeneration(runner, config, model.tokenizer, **limits)
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int = 1, *, greedy: bool = False) -> RaggedBatch:
         """Generate `n` responses to each prompt.
@@ -146,12 +145,7 @@ class Trainer:
 
         Return the gradient's norm before it was clipped to `max_grad_norm` (0: no limit). If the norm is not finite,
         the weights are unchanged. Raise ValueError for settings that the configuration's optimizer rejects."""
-        given = {
-            "lr": learning_rate,
-            "betas": list(betas) if is_iterable(betas) else betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
+        given = {"lr": learning_rate, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         rule = as_model(given, OptimizerKwargs, "policy.optimizer.kwargs")
         limit = number("max_grad_norm", max_grad_norm, 0, LARGEST)
         done = self._native.step(rule.lr, *rule.betas, rule.eps, rule.weight_decay, limit)

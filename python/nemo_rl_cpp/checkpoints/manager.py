@@ -82,15 +82,10 @@ class CheckpointManager:
         self._verified: dict[tuple[Path, int], str | None] = {}
 
     def save_reason(
-        self,
-        step: int,
-        *,
-        is_last: bool = False,
-        early_stop: bool = False,
-        timeout: bool = False,
-        interrupted: bool = False,
-    ) -> str | None:
-        """Return why a checkpoint is due after `step` (from 1), such as `save_period` or an argument, or None."""
+        self, step: int, *, is_last: bool = False, early_stop: bool = False, timeout: bool = False, interrupted: bool = False
+    ) -> str | None:  # fmt: skip
+        """Return the name of the setting or of the argument because of which a checkpoint is due after `step` (counted
+        from 1), or None."""
         reasons = {
             "interrupted": interrupted,
             "timeout": timeout,

@@ -93,15 +93,9 @@ def changes(saved: Saved, config: WholeConfig) -> list[Change]:
         return []
     before = flatten_dict(saved.config, expand_lists=False)
     now = flatten_dict(written(config), expand_lists=False)
-    return [
-        Change(
-            key, shown(before[key]) if key in before else "(not set)", shown(now[key]) if key in now else "(not set)"
-        )
-        for key in dict.fromkeys([*before, *now])
-        if before.get(key) != now.get(key)
-        and key != "checkpointing.resume"
-        and (key in before or key in config.positions)
-    ]
+    keys = (key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key))
+    keys = (key for key in keys if key != "checkpointing.resume" and (key in before or key in config.positions))
+    return [Change(key, *(shown(side[key]) if key in side else "(not set)" for side in (before, now))) for key in keys]
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -162,8 +156,8 @@ def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str
     names = [_data_sets(tree) for tree in (before, written(config))]
     if saved.config is not None and names[0] != names[1]:
         yield "data.train.dataset_name", f"{names[0]} -> {names[1]} is another data set"
-    for section in ("policy", "value") if config.has_critic else ("policy",):
-        yield from _model_refusals(saved, section, getattr(config, section))
+    for section, model in config.trained_models().items():
+        yield from _model_refusals(saved, section, model)
 
 
 def _is_another(before: object, now: object) -> bool:
@@ -320,11 +314,9 @@ def _space(config: WholeConfig, folder: Path) -> Iterator[Finding]:
     wanted = 1 if kept is None else max(1, kept + 2 - there)  # the best, the newest, and the one being written
     if free < wanted * size:
         more = f", and up to {wanted} of them are held at once (checkpointing.keep_top_k={kept})" if wanted > 1 else ""
-        yield Finding(
-            "warning", _DIR,
-            f"is {folder} with {size_text(free)} free, but a checkpoint takes about {size_text(size)}{more}: free space, keep fewer, or "
-            "leave the optimizer out (checkpointing.save_optimizer=false); a save that finds no space is tried again later",
-        )  # fmt: skip
+        text = f"is {folder} with {size_text(free)} free, but a checkpoint takes about {size_text(size)}{more}"
+        remedy = "free space, keep fewer, or set checkpointing.save_optimizer=false"
+        yield Finding("warning", _DIR, f"{text}: {remedy}; a save that finds no space is tried again later")
 
 
 def _resume(config: WholeConfig, folder: Path) -> Iterator[Finding]:

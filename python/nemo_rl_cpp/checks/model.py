@@ -30,7 +30,8 @@ _MUCH_SMALLER = 0.9  # vocabularies are padded to round sizes, by a few percent 
 
 
 class _Use(NamedTuple):
-    """A model that a run uses: the key that names it, and its maximum sequence length, set by the key `length_key`."""
+    """A model that a run uses: the configuration key that names it, its name, and the settings to check it against, with
+    the keys that set them. `trained` is its section, None for a model that is not trained."""
 
     key: str
     name: str
@@ -84,19 +85,18 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
         given, engine = config.generation.model_name, config.generation.vllm_cfg
         name = sources.find_policy_weights(given)
         length = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
-        tokenizer = name if config.tokenizer.name in (None, given) else config.tokenizer.name
+        tokenizer = name if config.tokenizer.name == given else config.tokenizer.name
         backend, length_key = config.generation.backend, "generation.vllm_cfg.max_model_len"
         yield _Use("generation.model_name", name, tokenizer, "tokenizer.name", backend, length, length_key)
         return
     processes = max(trainers_of(config), 1)
-    for section in ("policy", "value") if config.has_critic else ("policy",):
-        model: TrainedModelConfig = getattr(config, section)
-        tokenizer = config.policy.tokenizer.name or config.policy.model_name  # the critic reads the policy's tokens
+    tokenizer = config.policy.tokenizer.name, "policy.tokenizer.name"  # the critic reads the policy's tokens
+    for section, model in config.trained_models().items():
+        length = model.max_total_sequence_length, f"{section}.max_total_sequence_length"
+        parallel = model.tensor_parallel(processes), model.tensor_parallel_key(section)
         use = _Use(
-            f"{section}.model_name", model.model_name, tokenizer, "policy.tokenizer.name", model.backend,
-            model.max_total_sequence_length, f"{section}.max_total_sequence_length", model.hf_config_overrides,
-            section == "value", model.tensor_parallel(processes), model.tensor_parallel_key(section),
-            model.quantization, config.cluster.device, model,
+            f"{section}.model_name", model.model_name, *tokenizer, model.backend, *length, model.hf_config_overrides,
+            section == "value", *parallel, model.quantization, config.cluster.device, model,
         )  # fmt: skip
         yield use
         if section == "policy":
@@ -105,7 +105,8 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
 
 
 def _check_model(use: _Use) -> Iterator[Finding]:
-    """Yield problems with a native model; return its description, None if its files are not on this machine."""
+    """Yield problems with a model of the native core. Return its `ModelFolder`; None if its files are not on this
+    machine."""
     fields = {"value_head": use.value_head, "max_length": use.length}
     if use.name == sources.TINY_RANDOM:
         folder = tiny_random(use.overrides, **fields)
@@ -142,7 +143,7 @@ def _check_hf(use: _Use) -> Iterator[Finding]:
 
 
 def _whole_folder(use: _Use) -> Iterator[Finding]:
-    """Yield problems with a model's name; return its folder, or None if files must be downloaded first."""
+    """Yield problems with a model's name. Return the model's folder, or None if files must be downloaded first."""
     path = sources.local_folder(use.name)
     if path is None:
         yield from _check_name(use)
@@ -173,20 +174,16 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
     """Yield problems with adapters that PEFT cannot load or that select no layer."""
     key = model.lora_key(section)
     if model.lora is not None and model.model_name == sources.TINY_RANDOM:
-        yield Finding(
-            "warning", f"{key}.enabled", f"is true, and {sources.TINY_RANDOM} is in no folder that PEFT could load: the saved "
-            "adapter names no base, so use the merged model, in whose folder it lies"
-        )  # fmt: skip
+        text = f"is true, and {sources.TINY_RANDOM} is in no folder that PEFT could load: use the saved merged model"
+        yield Finding("warning", f"{key}.enabled", text)
     sizes = None if model.lora is None else model_sizes(model.model_name, model.hf_config_overrides)
     if sizes is None:
         return
     layers = LayerKinds.of(sizes, model.lora.joins)
     adapted = adapted_modules(model.lora, layers)
     if any(module.endswith(MAMBA_OUTPUT) for module in adapted):
-        yield Finding(
-            "warning", f"{key}.target_modules", "names out_proj of Mamba-2: PEFT raises an error for a saved adapter that has it, "
-            "so use the run's own folders, or leave it out"
-        )  # fmt: skip
+        text = "names out_proj of Mamba-2: PEFT cannot load the saved adapter; use the merged model, or leave it out"
+        yield Finding("warning", f"{key}.target_modules", text)
     if not adapted:
         name, _, why = nothing_adapted(model.lora, model.model_name, layers).partition(" ")
         yield Finding("error", f"{key}.{name}", why)
@@ -226,15 +223,11 @@ def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]
         text = f"is {use.name}, which has a vocabulary of {size}, but the tokens of {use.tokenizer_key} {name} have ids up to {largest}: "
         yield Finding("error", use.key, f"{text}give a model that shares the policy's tokens")
     elif largest >= size:
-        yield Finding(
-            "error", use.tokenizer_key, f"is {name}, whose tokens have ids up to {largest}, but the model {use.name} has a vocabulary of {size}: "
-            "use the tokenizer of that model"
-        )  # fmt: skip
+        text = f"is {name}, whose tokens have ids up to {largest}, but the model {use.name} has a vocabulary of {size}"
+        yield Finding("error", use.tokenizer_key, f"{text}: use the tokenizer of that model")
     elif count < _MUCH_SMALLER * size and use.name != sources.TINY_RANDOM:
-        yield Finding(
-            "warning", use.tokenizer_key, f"is {name}, which has {count} tokens, while the model {use.name} has a vocabulary of {size}: "
-            "is it the tokenizer of that model?"
-        )  # fmt: skip
+        text = f"is {name}, which has {count} tokens, while the model {use.name} has a vocabulary of {size}"
+        yield Finding("warning", use.tokenizer_key, f"{text}: is it the tokenizer of that model?")
 
 
 def _vocabulary(folder: Path) -> tuple[int, int]:
@@ -248,17 +241,14 @@ def _vocabulary(folder: Path) -> tuple[int, int]:
 
 def _check_new_tokens(config: WholeConfig) -> Iterator[Finding]:
     """Yield a warning if `max_new_tokens` exceeds the longest sequence that the configuration allows."""
-    training = isinstance(config, TrainMasterConfig)
-    generation, key = (config.policy.generation, "policy.generation") if training else (config.generation, "generation")
+    key, generation = config.sampling
     limit, limit_key = generation.vllm_cfg.max_model_len, f"{key}.vllm_cfg.max_model_len"
-    if training and (limit is None or config.policy.max_total_sequence_length <= limit):
+    if isinstance(config, TrainMasterConfig) and (limit is None or config.policy.max_total_sequence_length <= limit):
         limit, limit_key = config.policy.max_total_sequence_length, "policy.max_total_sequence_length"
     tokens = generation.max_new_tokens
     if tokens is not None and limit is not None and tokens > limit:
-        yield Finding(
-            "warning", f"{key}.max_new_tokens", f"is {tokens}, but prompt and response together end at {limit_key}={limit}: "
-            "a response ends where that is reached"
-        )  # fmt: skip
+        text = f"is {tokens}, but prompt and response together end at {limit_key}={limit}"
+        yield Finding("warning", f"{key}.max_new_tokens", f"{text}: a response ends where that is reached")
 
 
 def _check_shaping(config: TrainMasterConfig) -> Iterator[Finding]:
@@ -268,10 +258,9 @@ def _check_shaping(config: TrainMasterConfig) -> Iterator[Finding]:
         return
     begin, key = shaping.max_response_length - shaping.overlong_buffer_length, f"{config.algorithm}.reward_shaping"
     if tokens <= begin:
-        yield Finding(
-            "warning", f"{key}.max_response_length", f"is {shaping.max_response_length}, so the overlong penalty begins after {begin} tokens, but responses "
-            f"have at most policy.generation.max_new_tokens={tokens}: no response gets it"
-        )  # fmt: skip
+        text = f"is {shaping.max_response_length}, so the overlong penalty begins after {begin} tokens"
+        most = f"responses have at most policy.generation.max_new_tokens={tokens}"
+        yield Finding("warning", f"{key}.max_response_length", f"{text}, but {most}: no response gets it")
 
 
 def check_memory(config: WholeConfig) -> Iterator[Finding]:
@@ -284,11 +273,13 @@ def check_memory(config: WholeConfig) -> Iterator[Finding]:
     needed, machine = memory.certain_bytes(config), memory.machine_memory()
     if needed is not None and machine is not None and needed > (machine := machine + memory.meminfo_bytes("SwapTotal")):
         native = config.policy.backend == "native"  # otherwise the sizes are estimates, those of a native model
+        text = f"is {config.policy.model_name}, whose weights, gradients and optimizer alone take {size_text(needed)}"
+        text += f", but this machine has {size_text(machine)} of memory and swap; take a smaller model"
         yield Finding(
-            "error" if native else "warning", "policy.model_name",
-            f"is {config.policy.model_name}, whose weights, gradients and optimizer alone take {size_text(needed)}, but this machine "
-            f"has {size_text(machine)} of memory and swap; take a smaller model or a larger machine (--dry-run shows the forecast)",
-        )  # fmt: skip
+            "error" if native else "warning",
+            "policy.model_name",
+            f"{text} or a larger machine (--dry-run shows the forecast)",
+        )
     elif memory.fits(config := memory.with_known_sizes(config)) is False:
         peak = max(phase.total for phase in memory.forecast(config) or ())
         text = f"the forecast of memory, {size_text(peak)} at the peak, {memory.fit_text(config)}"

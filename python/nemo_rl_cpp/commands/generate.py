@@ -121,7 +121,8 @@ def talk(generator: TextGenerator, known: argparse.Namespace) -> None:
 
 
 def write_answer(generator: TextGenerator, known: argparse.Namespace, asked: list[dict[str, str]], number: int) -> str:
-    """Print a response while it is generated, and return it. Ctrl-C ends it. `number`, its place, changes the seed."""
+    """Print the model's response to the messages `asked` while it is generated, and return its text. Ctrl-C ends the
+    response. `number`, how many responses preceded it, is added to the seed."""
     written: list[str] = []
 
     def show(piece: str) -> None:

@@ -89,21 +89,17 @@ def check(arguments: Sequence[str]) -> int:
     missing = None if known.config else "--config is missing: give a YAML file, or the name of a shipped one"
     if message := unknown_option(overrides, parser.options) or missing:
         parser.error(message)
-    try:
-        search_for_modules(Path.cwd(), find_config(known.config).resolve().parent)
-        kind = known.kind or kind_of(known.config)
-        config = within_budget(LOADERS[kind](known.config, overrides))
-    except ConfigError as error:
-        return _print_mistakes(error)
-    if _print_findings(config):
+    config = _loaded(known.config, overrides, known.kind, is_check=True)
+    if config is None or _print_findings(config):
         return 2
-    print(f"{known.config}: no mistakes ({kind})")
+    training = isinstance(config, TrainMasterConfig)
+    print(f"{known.config}: no mistakes ({config.algorithm if training else 'eval'})")
     if (text := exactness_text(config)) is not None:
         print(text)
-    if kind != "eval" and (text := budget_text(config)) is not None:
+    if training and (text := budget_text(config)) is not None:
         print(f"{MEMORY_BUDGET} {text}")
-    generation = config.policy.generation if kind != "eval" else None
-    if generation is not None and generation.runs_vllm and generation.vllm_cfg.server_url is not None:
+    _, generation = config.sampling
+    if generation.runs_vllm and generation.vllm_cfg.server_url is not None:
         from nemo_rl_cpp.models.generation.vllm.server import server_command
 
         print(f"the server is started like this:\n  {server_command(config.policy, config.cluster.device)}")
@@ -179,17 +175,21 @@ def _help(kind: str) -> str:
     )
 
 
-def _loaded(file: str, overrides: Sequence[str], kind: str | None) -> WholeConfig | None:
-    """Load a configuration. Print its errors and return None if there are any. In a process that a launcher started
-    with a rank above 0, become a worker instead and never return."""
+def _loaded(file: str, overrides: Sequence[str], kind: str | None, is_check: bool = False) -> WholeConfig | None:
+    """Load a configuration, of the kind that the file's sections show if `kind` is None. Print its errors and return
+    None if there are any. Unless `is_check`, a process that a launcher started with a rank above 0 becomes a worker
+    instead and never returns, and an evaluation must be asked for by its kind."""
     try:
         search_for_modules(Path.cwd(), find_config(file).resolve().parent)
         found = kind or kind_of(file)
-        kind = "grpo" if kind is None and found == "eval" else found
-        load = LOADERS[kind] if kind == "eval" else serving(LOADERS[kind])
+        kind = "grpo" if kind is None and found == "eval" and not is_check else found
+        load = LOADERS[kind] if is_check or kind == "eval" else serving(LOADERS[kind])
         return within_budget(load(file, overrides))
     except ConfigError as error:
-        _print_mistakes(error)
+        many = len(error.problems) != 1
+        print(f"The configuration has {len(error.problems)} mistake{'s' if many else ''}:", file=sys.stderr)
+        for problem in error.problems:
+            print(f"  {problem}", file=sys.stderr)
         return None
 
 
@@ -221,11 +221,9 @@ def _is_ready(config: WholeConfig) -> bool:
     stage("checking data, model and folders")
     if _print_findings(config):
         return False
-    trains = isinstance(config, TrainMasterConfig)
-    name = (config.policy if trains else config).tokenizer.name
-    if name != TINY_RANDOM:  # the run looks for newer files
-        key = f"{'policy' if trains else 'generation'}.model_name"
-        resolve_model(name, key=key, files=TOKENIZER_FILES, ask_hub=False)
+    part, section = (config.policy, "policy") if isinstance(config, TrainMasterConfig) else (config, "generation")
+    if part.tokenizer.name != TINY_RANDOM:  # the run looks for newer files
+        resolve_model(part.tokenizer.name, key=f"{section}.model_name", files=TOKENIZER_FILES, ask_hub=False)
     stage("loading torch")
     return True
 
@@ -269,11 +267,3 @@ def _print_findings(config: WholeConfig) -> int:
     for finding in findings:
         print(f"{finding.level}: {finding}", file=sys.stderr)
     return sum(finding.level == "error" for finding in findings)
-
-
-def _print_mistakes(error: ConfigError) -> int:
-    many = len(error.problems) != 1
-    print(f"The configuration has {len(error.problems)} mistake{'s' if many else ''}:", file=sys.stderr)
-    for problem in error.problems:
-        print(f"  {problem}", file=sys.stderr)
-    return 2

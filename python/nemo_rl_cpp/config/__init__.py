@@ -21,19 +21,7 @@ from .master import (
 )
 
 __all__ = [
-    "ConfigError",
-    "DistillationMasterConfig",
-    "EvalMasterConfig",
-    "GRPOMasterConfig",
-    "MasterConfig",
-    "PPOMasterConfig",
-    "Problem",
-    "SFTMasterConfig",
-    "find_config",
-    "find_prompt",
-    "load_distillation_config",
-    "load_eval_config",
-    "load_grpo_config",
-    "load_ppo_config",
-    "load_sft_config",
-]
+    "ConfigError", "DistillationMasterConfig", "EvalMasterConfig", "GRPOMasterConfig", "MasterConfig", "PPOMasterConfig",
+    "Problem", "SFTMasterConfig", "find_config", "find_prompt", "load_distillation_config", "load_eval_config",
+    "load_grpo_config", "load_ppo_config", "load_sft_config",
+]  # fmt: skip

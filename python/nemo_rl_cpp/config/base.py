@@ -314,7 +314,8 @@ def mark_of(info: FieldInfo) -> Mapping[str, object]:
 
 
 def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:
-    """Return the overrides with `++` before each `KEY=VALUE` of a free-form mapping, in which a key may be new."""
+    """Return command-line overrides, with `++` (change or add) put before those of keys in free-form mappings, such as
+    hf_config_overrides, because these keys need not exist yet."""
     free = free_mappings(model)
 
     def added(override: str) -> str:
@@ -335,6 +336,13 @@ def _is_mapping(annotation: object) -> bool:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return any(_is_mapping(part) for part in typing.get_args(annotation))
     return annotation is dict or typing.get_origin(annotation) is dict
+
+
+def fill(target: Section, **values: object) -> None:
+    """Set each key of `values` in `target` if it is None there. The keys do not count as set by the user."""
+    for name, value in values.items():
+        if getattr(target, name) is None:
+            target.__dict__[name] = value
 
 
 # ---- values given in Python
@@ -402,7 +410,8 @@ M = TypeVar("M", bound=Section)
 
 
 def as_model(config: object, model: type[M], section: str = "") -> M:
-    """Return `config`, or a mapping as a `model`. Raise ConfigError for mistakes, with keys below `section`."""
+    """Return `config` unchanged if it is a `model`, or build a `model` from a mapping. Raise ConfigError for mistakes;
+    its keys begin with `section`, such as "policy.generation"."""
     if isinstance(config, model):
         return config
     if not isinstance(config, Mapping):
@@ -495,11 +504,8 @@ def rebuild(section: type[BaseModel]) -> None:
             each.model_rebuild(force=True)
         done |= level
         holders = _below(Section)
-        level = {
-            each
-            for each in holders - done
-            if any(section_type(info.annotation) in level for info in each.model_fields.values())
-        }
+        types = {each: {section_type(info.annotation) for info in each.model_fields.values()} for each in holders}
+        level = {each for each in holders - done if types[each] & level}
 
 
 def _below(cls: type[BaseModel]) -> set[type[BaseModel]]:

@@ -247,7 +247,8 @@ _EXPECTED = {
 
 
 def explained(message: str) -> str:
-    """Return `message`, the YAML reader's error that begins with file and line, or one about a tab in that line."""
+    """Return the YAML reader's error `message`, which begins with file and line. If that line contains a tab, return a
+    message about the tab instead."""
     place = re.match(r"(?P<file>[^\n]*?):(?P<line>\d+): ", message)
     if place is None or not Path(place["file"]).is_file():
         return message

@@ -6,7 +6,21 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from .base import DTYPES, Int, Positive, Real, Section, StopStrings, StopTokenIds, Temperature, Text, TopP, key, section
+from .base import (
+    DTYPES,
+    Int,
+    Positive,
+    Real,
+    Section,
+    StopStrings,
+    StopTokenIds,
+    Temperature,
+    Text,
+    TopP,
+    fill,
+    key,
+    section,
+)  # fmt: skip
 
 FOREIGN_ENGINES = ("vllm", "sglang", "megatron", "trtllm", "dynamo")
 """Engines of NeMo RL. The trainer's own engine replaces them, because results do not depend on the engine."""
@@ -166,6 +180,10 @@ class GenerationConfig(Section):
         """Whether vLLM generates. With backend vllm but no `python` or `server_url`, the trainer's own engine generates
         instead."""
         return self.backend == "vllm" and (self.vllm_cfg.python is not None or self.vllm_cfg.server_url is not None)
+
+    def fill_validation(self) -> None:
+        """Give validation the sampling settings of training for those of its own that are null."""
+        fill(self, val_temperature=self.temperature, val_top_p=self.top_p, val_top_k=self.top_k)
 
     def effective_max_model_len(self, max_total_sequence_length: int) -> int:
         """Return the maximum sequence length of generation in tokens: the smaller of vllm_cfg.max_model_len and the

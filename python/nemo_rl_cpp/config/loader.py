@@ -198,9 +198,8 @@ def _load(
     file = find_config(path)
     every = [*additions(_texts(overrides), model), *given.overrides]
     try:
-        data, positions, problems = _config.load(
-            str(file), every, list(model.aliases()), set(model.known_keys()), parent_folders()
-        )
+        aliases, known = list(model.aliases()), set(model.known_keys())
+        data, positions, problems = _config.load(str(file), every, aliases, known, parent_folders())
     except _config.LoadError as error:
         raise ConfigError([Problem("", "", explained(str(error)))]) from None
     # an override of a section does not change the file's kind
@@ -277,7 +276,8 @@ def _not_given(data: object, prefix: str) -> list[str]:
 
 
 def _validate(data: dict[str, object], model: type[Master], report: Report) -> Master | None:
-    """Return `data` as a `model`, or None. Report mistakes; remove wrong values, so that rules can follow."""
+    """Return the configuration `data` as a `model`. Report mistakes, and remove wrong values from `data`, so that the
+    rest can be checked, too. Return None if that is impossible."""
     if isinstance(env := data.get("env"), dict):
         for name, inner in environment_sections().items():
             if isinstance(env.get(name), dict):
@@ -363,18 +363,13 @@ def find_config(path: str | os.PathLike[str]) -> Path:
     given = Path(path).expanduser()
     if given.is_file():
         return given
-    relative = given
-    for prefix in ("examples/configs", "configs"):
-        if given.is_relative_to(prefix):
-            relative = given.relative_to(prefix)
-            break
+    prefixes = ("examples/configs", "configs")
+    relative = next((given.relative_to(prefix) for prefix in prefixes if given.is_relative_to(prefix)), given)
     names = [relative, relative.with_name(_RENAMED.get(relative.name, relative.name.replace(".v2.yaml", ".yaml")))]
-    if not given.is_absolute():
-        for folder in config_folders():
-            for name in names:
-                if (folder / name).is_file():
-                    return folder / name
-    raise ConfigError([Problem("", "", _not_found(str(path), relative))])
+    places = [] if given.is_absolute() else [folder / name for folder in config_folders() for name in names]
+    if (found := next(filter(Path.is_file, places), None)) is None:
+        raise ConfigError([Problem("", "", _not_found(str(path), relative))])
+    return found
 
 
 def shipped_configs() -> list[str]:

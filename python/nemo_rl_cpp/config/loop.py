@@ -9,8 +9,6 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict
 
-from nemo_rl_cpp.dotted_names import is_dotted
-
 from .base import Count, Entry, Fraction, Int, NonNegative, OneOf, Positive, Real, Section, Seed, Table, key, section
 from .errors import Report
 from .penalties import LengthPenaltyConfig
@@ -54,14 +52,6 @@ def estimators_of(algorithm: str) -> list[str]:
 
 GRPOEstimator = Annotated[str, OneOf(lambda: estimators_of("grpo"), dotted=True)]
 PPOEstimator = Annotated[str, OneOf(lambda: estimators_of("ppo"), dotted=True)]
-
-
-def checked_name(algorithm: str, name: str) -> str:
-    """Return `name`. Raise ValueError if it is no advantage estimator of the algorithm and no dotted name."""
-    known = estimators_of(algorithm)
-    if name not in known and not is_dotted(name):
-        raise ValueError(f"{algorithm}.adv_estimator.name is {name!r}; expected one of {', '.join(known)}")
-    return name
 
 
 class RewardScalingConfig(Section):

@@ -10,7 +10,7 @@ from nemo_rl_cpp.dotted_names import is_user_defined
 
 from . import rules, rules_model
 from .access import plain_values
-from .base import Int, Positive, Section, check_marks, key, mistakes, own_keys, section
+from .base import Int, Positive, Section, check_marks, fill, key, mistakes, own_keys, section
 from .checkpointing import CheckpointingConfig
 from .cluster import ClusterConfig
 from .data import DataConfig, DatasetDefaults, EvalDataConfig, dataset_keys
@@ -31,7 +31,7 @@ from .logger import LoggerConfig
 from .loop import AsyncRLConfig, DataPlaneConfig, GRPOConfig, LoopConfig, PPOConfig
 from .loss import ClippedPGLossConfig, MseValueLossConfig
 from .penalties import RewardPenaltyConfig
-from .policy import FROM_THE_POLICY, PolicyConfig, TokenizerConfig, TrainedModelConfig, ValueConfig, fill
+from .policy import FROM_THE_POLICY, PolicyConfig, TokenizerConfig, TrainedModelConfig, ValueConfig
 
 
 class EvalConfig(Section):
@@ -277,9 +277,8 @@ class EvalMasterConfig(MasterConfig):
     def fill_defaults(self) -> None:
         generation = self.generation
         fill(generation.vllm_cfg, max_model_len=2048, precision="bfloat16")
-        fill(generation, backend="native")
-        fill(generation, max_new_tokens=generation.vllm_cfg.max_model_len, val_temperature=generation.temperature)
-        fill(generation, val_top_p=generation.top_p, val_top_k=generation.top_k)
+        fill(generation, backend="native", max_new_tokens=generation.vllm_cfg.max_model_len)
+        generation.fill_validation()
         fill(self.tokenizer, name=generation.model_name)
         if len(self.env) == 1:
             fill(self.data, env_name=next(iter(self.env)))

@@ -8,7 +8,21 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from nemo_rl_cpp.files.prompt_files import find_prompt
 
-from .base import Count, Entry, NonNegative, OneOf, Positive, Section, Table, Text, fields_of, key, no_effect, section
+from .base import (
+    Count,
+    Entry,
+    NonNegative,
+    OneOf,
+    Positive,
+    Section,
+    Table,
+    Text,
+    fields_of,
+    fill,
+    key,
+    no_effect,
+    section,
+)
 from .errors import Report
 from .generation import GenerationConfig
 from .lora import Adapters, check_lora
@@ -245,19 +259,10 @@ class TrainedModelConfig(Section):
         for adapters in (self.dtensor_cfg.lora_cfg, self.megatron_cfg.peft):
             if self.quantization is not None and "merge" not in adapters.model_fields_set:
                 adapters.__dict__["merge"] = False
+        longest = self.max_total_sequence_length
+        train, logprob = longest * self.train_micro_batch_size, longest * self.logprob_batch_size
         for budget in (self.dynamic_batching, self.sequence_packing):
-            fill(
-                budget,
-                train_mb_tokens=self.max_total_sequence_length * self.train_micro_batch_size,
-                logprob_mb_tokens=self.max_total_sequence_length * self.logprob_batch_size,
-            )
-
-
-def fill(target: Section, **values: object) -> None:
-    """Set each key of `values` in `target` if it is None there. The keys do not count as set by the user."""
-    for name, value in values.items():
-        if getattr(target, name) is None:
-            target.__dict__[name] = value
+            fill(budget, train_mb_tokens=train, logprob_mb_tokens=logprob)
 
 
 class PolicyConfig(TrainedModelConfig):
@@ -302,16 +307,9 @@ class PolicyConfig(TrainedModelConfig):
 
     def fill_defaults(self) -> None:
         self.fill_batching()
-        limit = self.max_total_sequence_length
-        generation = self.generation
-        fill(
-            generation,
-            backend=self.backend,
-            max_new_tokens=limit,
-            val_temperature=generation.temperature,
-            val_top_p=generation.top_p,
-            val_top_k=generation.top_k,
-        )
+        limit, generation = self.max_total_sequence_length, self.generation
+        fill(generation, backend=self.backend, max_new_tokens=limit)
+        generation.fill_validation()
         fill(generation.vllm_cfg, max_model_len=limit, precision=self.precision)
 
 

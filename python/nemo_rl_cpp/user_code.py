@@ -92,15 +92,15 @@ class _Caller:
         """Let the thread of this `_Caller` make the call `call`, and return the result to the current thread."""
         torch = sys.modules.get("torch")
         if torch is not None and hasattr(torch, "is_grad_enabled"):
-            call = partial(_with_grad_mode, torch.is_grad_enabled(), call)
+            # torch keeps the gradient mode per thread, and a loss, for instance, needs gradients
+            call = torch.set_grad_enabled(torch.is_grad_enabled())(call)
         future = Future()
         with self._lock:
             if self._ended:
                 raise KeyboardInterrupt
-            serves = self._depth > 0
-            if serves:
+            if serves := self._depth > 0:  # otherwise the run has ended in the meantime
                 self._calls.append((future, call))
-        if not serves:  # the run has ended in the meantime
+        if not serves:
             return _caller().run(call)
         self._wake()
         return future.result()
@@ -147,14 +147,9 @@ class _Caller:
                 self._wait()
 
     def _wait(self) -> None:
-        """Run the event loop until `_stop_waiting` is called. The loop wakes every second, because a signal that
-        arrives just before the selector blocks would otherwise be handled only at the next event."""
-
-        def wake() -> None:
-            nonlocal beat
-            beat = self._loop.call_later(1.0, wake)
-
-        beat = self._loop.call_later(1.0, wake)
+        """Run the event loop until `_stop_waiting` is called, but at most a second: a signal that arrives just before
+        the selector blocks is handled only at the next event."""
+        beat = self._loop.call_later(1.0, self._loop.stop)
         self._waits = True
         try:
             self._loop.run_forever()
@@ -201,9 +196,8 @@ class _Caller:
         with self._lock:
             self._ended = True
             self._depth -= 1
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
-        )
+        ident, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
         while self._calls:
             self._calls.popleft()[0].set_exception(KeyboardInterrupt())
         for task in self._tasks:
@@ -258,13 +252,6 @@ def _outside_event_loop() -> Iterator[None]:
             asyncio.tasks._enter_task(running, task)
 
 
-def _with_grad_mode(enabled: bool, call: Callable[[], object]) -> object:
-    """Call `call` with torch's grad mode `enabled`, and return its result. `enabled` is the grad mode of the thread that
-    requests the call: torch keeps the mode per thread, and a loss, for instance, needs gradients."""
-    with sys.modules["torch"].set_grad_enabled(enabled):
-        return call()
-
-
 class _ProcessState(AbstractContextManager):
     """The process state that user code may change, recorded at construction and restored on exit.
 
@@ -280,9 +267,8 @@ class _ProcessState(AbstractContextManager):
         self._streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
 
     def __exit__(self, *exc: object) -> None:
-        if self._folder is not None and _folder() != self._folder:
-            with suppress(OSError):  # the folder was deleted
-                os.chdir(self._folder)
+        with suppress(OSError, TypeError):  # the folder was deleted, or there was none
+            os.chdir(self._folder)
         if locale.setlocale(locale.LC_ALL) != self._locale:  # chat templates print dates with names of months
             locale.setlocale(locale.LC_ALL, self._locale)
         for name, stream in self._streams.items():  # user code had replaced it, and raised before it put it back

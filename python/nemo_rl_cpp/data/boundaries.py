@@ -35,11 +35,8 @@ def prompt_ids(
     ids = [int(i) for i in (ids[0] if ids and isinstance(ids[0], list) else ids)]
     bos, eos, end = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "eos_token"))
     if plain and ids and ids[-1] == eos and end and not text.endswith(end):
-        warnings.warn(
-            f"the tokenizer puts its end token {end!r} behind every text, behind prompts too, as in transformers: the model "
-            "continues an ended text; take it out of the post_processor in tokenizer.json",
-            stacklevel=3,
-        )
+        text = f"the tokenizer puts its end token {end!r} behind every text, so the model continues an ended prompt"
+        warnings.warn(f"{text}: take it out of the post_processor in tokenizer.json", stacklevel=3)
     return ids[1:] if plain and bos is not None and ids[:2] == [bos, bos] else ids
 
 
@@ -50,12 +47,10 @@ def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: 
     if not ends:
         return end_token_ids_of_tokenizer(tokenizer)
     if own is not None and own not in ends:
-        warnings.warn(
-            f"the model's end tokens are {ends} ({folder or 'config.json'}), and the tokenizer's end token {tokenizer.eos_token!r} ({own}) "
-            f"is not among them: responses go on after it, as in transformers; to end them there as well, list it in "
-            f"generation_config.json or set policy.generation.stop_token_ids={[*ends, own]}",
-            stacklevel=3,
-        )
+        text = f"the model's end tokens are {ends} ({folder or 'config.json'}), and the tokenizer's end token"
+        text += f" {tokenizer.eos_token!r} ({own}) is not among them: responses go on after it, as in transformers"
+        remedy = f"list it in generation_config.json or set policy.generation.stop_token_ids={[*ends, own]}"
+        warnings.warn(f"{text}; to end them there as well, {remedy}", stacklevel=3)
     return ends
 
 

@@ -88,10 +88,8 @@ def render_chat_template(
     for the template. Raise ChatTemplateError (a ValueError) if it has an error or rejects the messages."""
     for tool in tools or ():
         if not isinstance(tool, Mapping):
-            raise ChatTemplateError(
-                f"tools must be JSON schemas (dictionaries), got {type(tool).__name__}: "
-                "describe the function as {'type': 'function', 'function': {...}}"
-            )
+            form = "{'type': 'function', 'function': {...}}"
+            raise ChatTemplateError(f"tools must be JSON schemas such as {form}, not {type(tool).__name__}")
     seen = _as_templates_see_them(messages)
     compiled = _compile(template)
     further = {"documents": None, **{name: _plain(value) for name, value in (variables or {}).items()}}
@@ -268,9 +266,8 @@ def _apply(
     except ValueError:
         raise
     except Exception as error:  # transformers does not catch errors in a template
-        raise ChatTemplateError(
-            f"the chat template failed on these messages: {type(error).__name__}: {error}"
-        ) from error
+        text = f"the chat template failed on these messages: {type(error).__name__}: {error}"
+        raise ChatTemplateError(text) from error
 
 
 def _content(message: Mapping[str, object]) -> str:

@@ -34,9 +34,8 @@ def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
     elif used not in (None, own):
         remarks.append(f"the model's own chat template is used; the run trained with another one ({where})")
     if run and run.get("chat_template_kwargs"):
-        remarks.append(
-            f"the run gave its chat template the values {dict(run['chat_template_kwargs'])} (chat_template_kwargs), which are not used here"
-        )
+        values = f"the values {dict(run['chat_template_kwargs'])} (chat_template_kwargs)"
+        remarks.append(f"the run gave its chat template {values}, which are not used here")
     if through:
         remarks.append(f"the chat template of {folder} passes text through: the model does not see message borders")
     return remarks
@@ -50,10 +49,8 @@ def differences_from_run(folder: Path, section: TokenizerConfig) -> list[str]:
         before, here = run.get(key, default) if run else getattr(section, key), getattr(section, key)
         if (before or None) != (here or None):
             now, then = ("null" if value is None else in_a_line(value) for value in (here, before))
-            remarks.append(
-                f"tokenizer.{key} is {now}, and the run of this checkpoint had policy.tokenizer.{key}={then}: prompts begin "
-                "otherwise than in its training and validation"
-            )
+            text = f"tokenizer.{key} is {now}, and the run of this checkpoint had policy.tokenizer.{key}={then}"
+            remarks.append(f"{text}: prompts begin otherwise than in its training and validation")
     return remarks
 
 

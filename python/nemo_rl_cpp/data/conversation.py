@@ -160,19 +160,15 @@ def check_characters(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{where} holds half a character at position {error.start} (a lone surrogate): decode its source as UTF-8"
-        ) from None
+        text = f"{where} holds half a character at position {error.start} (a lone surrogate)"
+        raise ValueError(f"{text}: decode its source as UTF-8") from None
 
 
 def is_conversation(items: object) -> bool:
     """Return whether `items` is a list of messages ({"role", "content"} or ShareGPT), rather than a list of rows."""
-    return (
-        isinstance(items, (list, tuple))
-        and len(items) > 0
-        and all(isinstance(item, Mapping) and ("role" in item or {"from", "value"} <= item.keys()) for item in items)
-        and not any("prompt" in item for item in items)
-    )
+    if not isinstance(items, (list, tuple)) or not items or not all(isinstance(item, Mapping) for item in items):
+        return False
+    return all(("role" in item or {"from", "value"} <= item.keys()) and "prompt" not in item for item in items)
 
 
 def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | list[ChatMessage]:
@@ -197,7 +193,8 @@ def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | li
 
 
 def prompts_of(prompts: object) -> list[str | list[ChatMessage]]:
-    """Return a string, a conversation, or several as a list of prompts (`prompt_of`), or raise ValueError."""
+    """Return a list of prompts (see `prompt_of`) from a string, a conversation, or a list of these. Raise ValueError for
+    anything else."""
     if isinstance(prompts, str) or is_conversation(prompts):
         several: list[object] = [prompts]
     elif isinstance(prompts, (bytes, Mapping)) or not is_iterable(prompts):

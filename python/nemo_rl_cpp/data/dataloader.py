@@ -20,16 +20,14 @@ from nemo_rl_cpp.user_code import call_user
 
 
 def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
-    """Return rows as a batch: `length`, `loss_multiplier` and `batch_max_length` are tensors [B], others lists."""
+    """Return a list of B rows as a batch: `length`, `loss_multiplier` and `batch_max_length` (the largest length) as
+    tensors [B], the other keys as lists."""
     length = torch.tensor([datum["length"] for datum in data_batch])
+    weights = torch.tensor([float(datum["loss_multiplier"]) for datum in data_batch], dtype=torch.float32)
+    longest = torch.ones_like(length) * length.max()
     lists = {name: [datum[name] for datum in data_batch] for name in ("message_log", "extra_env_info", "idx")}
     lists |= {name: [datum.get(name) for datum in data_batch] for name in ("task_name", "stop_strings")}
-    return BatchedDataDict(
-        lists,
-        length=length,
-        loss_multiplier=torch.tensor([float(datum["loss_multiplier"]) for datum in data_batch], dtype=torch.float32),
-        batch_max_length=torch.ones_like(length) * length.max(),
-    )
+    return BatchedDataDict(lists, length=length, loss_multiplier=weights, batch_max_length=longest)
 
 
 class StatefulDataLoader:
@@ -184,7 +182,8 @@ def save_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWra
 
 
 def load_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWrapper, checkpoint: Path) -> None:
-    """Restore the loader's position. Raise FileNotFoundError without one, ValueError for different data."""
+    """Restore the loader's position in the data from a checkpoint folder. Raise FileNotFoundError if the checkpoint has
+    none, and ValueError if the number of rows, the seed or `shuffle` has changed."""
     file = checkpoint / "train_dataloader.json"
     if not file.is_file():
         raise FileNotFoundError(f"the checkpoint {checkpoint} holds no position in the data ({file.name}) to resume")

@@ -117,9 +117,8 @@ class TaskDataSpec:
         try:
             return file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{key}: {file} is not UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8"
-            ) from None
+            fault = f"{error.reason} at byte {error.start}"
+            raise ValueError(f"{key}: {file} is not UTF-8 text ({fault}): save it as UTF-8") from None
 
 
 TaskDataProcessFnCallable = Callable[[Row, TaskDataSpec, TokenizerType, int | None, int], DatumSpec]

@@ -115,10 +115,9 @@ def split_prompt(prompt: str) -> tuple[str, str]:
     formatted = all(token in ("{{", "}}", "{}", "{0}") for _, token in tokens) and len(places) <= 1
     if not formatted:
         if "{{}}" in prompt:
-            raise ValueError(
-                f"line {_line(prompt, prompt.index('{{}}'))} has doubled braces {{{{}}}}, but other braces of the file are single: double all "
-                "braces that are text, or none"
-            )
+            line = _line(prompt, prompt.index("{{}}"))
+            text = "has doubled braces {{}}, but other braces of the file are single"
+            raise ValueError(f"line {line} {text}: double all braces that are text, or none")
         places = [(found.start(), "{}") for found in re.finditer(r"\{\}", prompt)]
     alone = [(start, token) for start, token in places if not _LATEX.search(prompt[:start])]
     if len(alone) != 1:
@@ -154,13 +153,11 @@ def system_message(spec: TaskDataSpec) -> list[ChatMessage]:
 
 
 def _with_system(messages: list[ChatMessage], spec: TaskDataSpec) -> list[ChatMessage]:
-    """Return the messages after the system message, if any. Raise ValueError if they have one of their own."""
+    """Return `messages` after the task's system message, if it has one. Raise ValueError if they contain another."""
     system = system_message(spec)
     if system and any(message["role"] in ("system", "developer") for message in messages):
-        raise ValueError(
-            "the row has a system message of its own and system_prompt_file is set: a prompt has one; set system_prompt_file "
-            "to null, or take the rows' system messages out"
-        )
+        remedy = "set system_prompt_file to null, or take the rows' system messages out"
+        raise ValueError(f"the row has a system message of its own and system_prompt_file is set: {remedy}")
     return [*system, *messages]
 
 
@@ -213,10 +210,9 @@ def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: Token
     with the question. For base models and few-shot tasks; responses end at the row's "stop_strings"."""
     messages, info = _asked(row, spec, "raw_completion_data_processor")
     if len(messages) > 1:
-        raise ValueError(
-            f"raw_completion_data_processor continues one text, but the row has the roles {', '.join(str(m['role']) for m in messages)}: "
-            "set processor to math_hf_data_processor, which uses the chat template"
-        )
+        roles = ", ".join(str(message["role"]) for message in messages)
+        text = f"raw_completion_data_processor continues one text, but the row has the roles {roles}"
+        raise ValueError(f"{text}: set processor to math_hf_data_processor, which uses the chat template")
     text = f"{spec.system_prompt or ''}{messages[0]['content']}"
     return Prompt([Entry("user", text, prompt_ids(tokenizer, text))], info)
 

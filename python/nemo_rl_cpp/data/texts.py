@@ -150,7 +150,7 @@ class TextStream:
         return text not in self._kept and text != self._without_special([token])
 
     def _settle(self, text: str) -> None:
-        """Divide `text`, decoded from `_window`, among the tokens in `_waiting`; append it to `_held`."""
+        """Append to `_held` the text of each token in `_waiting`, a part of `text`, which is decoded from `_window`."""
         known = len(self._known)
         for end in self._waiting:
             until = text if end == len(self._window) else self._decode(self._window[:end])
@@ -200,9 +200,9 @@ def _spelling(tokenizer: TokenizerType) -> Callable[[int], str | None]:
 def _context(
     decode: Callable[[Sequence[int]], str], spelling: Callable[[int], str | None], before: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return (context, unfinished) at the end of `before`, with which the following ids decode: the last ids whose
-    bytes form no whole character yet are `unfinished`, and the last id before that decodes alone (or all) is
-    `context`."""
+    """Return (context, unfinished), the last ids of the prompt `before` that must be decoded together with the ids that
+    follow. `unfinished` are the ids at its end whose bytes form no whole character yet. `context` is the last id before
+    them that decodes to text by itself, or all ids before them if none does."""
     before = list(before)
 
     def is_text(token: int) -> bool:

@@ -17,11 +17,6 @@ def tiny_tokenizer() -> Tokenizer:
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in TOKENS[:4]])
     names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), TOKENS))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 1024,
-        "chat_template": PASSTHROUGH,
-        **names,
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {"model_max_length": 1024, "chat_template": PASSTHROUGH, **names}
     return Tokenizer(backend, config, name_or_path="tiny-random")

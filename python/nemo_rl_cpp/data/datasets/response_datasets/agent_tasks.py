@@ -60,15 +60,11 @@ class VerifiersDataset(RawDataset):
             raise ValueError(f"data: taskset is {taskset!r}: give the id of a task set, or a mapping with id")
         text = json.dumps(settings, sort_keys=True)
         common = {"taskset": text, "taskset_id": settings["id"], "taskset_limit": num_samples}
-        rows = [
-            {
-                # a task may have no prompt
-                "messages": question_and_answer(task.data.prompt_text.strip() or f"task {number}", None),
-                "task_name": self.task_name,
-                "extra_env_info": common | {"task": number},
-            }
-            for number, task in enumerate(tasks_of(text, num_samples))
-        ]
+        rows = []
+        for number, task in enumerate(tasks_of(text, num_samples)):
+            messages = question_and_answer(task.data.prompt_text.strip() or f"task {number}", None)
+            info = common | {"task": number}
+            rows.append({"messages": messages, "task_name": self.task_name, "extra_env_info": info})
         held = held_out_count(split_validation_size, len(rows))
         if not 0 <= held < len(rows):
             raise ValueError(f"data: split_validation_size takes {held} of {len(rows)} tasks: none is left to train on")
@@ -100,11 +96,8 @@ class NemoGymDataset(RawDataset):
         asked = params["input"]
         messages = asked if is_list(asked) else [{"role": "user", "content": asked}]
         text = "\n".join(_text(message.get("content")) for message in messages if isinstance(message, Mapping))
-        return {
-            "messages": question_and_answer(text.strip() or "-", None),
-            "task_name": self.task_name,
-            "extra_env_info": {"nemo_gym_row": json.dumps(row)},
-        }
+        prompt, info = question_and_answer(text.strip() or "-", None), {"nemo_gym_row": json.dumps(row)}
+        return {"messages": prompt, "task_name": self.task_name, "extra_env_info": info}
 
 
 def _text(content: object) -> str:

@@ -156,9 +156,8 @@ class ReasoningGymDataset(GeneratedDataset):
         try:
             source = self._create(self.task, seed=seed, size=2**30, **self._options)
         except (TypeError, AssertionError, ValueError) as error:
-            raise ValueError(
-                f"data: reasoning_gym refuses task_options {self._options} for {self.task!r}: {error}"
-            ) from error
+            text = f"data: reasoning_gym refuses task_options {self._options} for {self.task!r}: {error}"
+            raise ValueError(text) from error
         found: dict[str, dict[str, str | None]] = {}
         misses = 0
         for i in range(40 * count + 1000):
@@ -187,9 +186,8 @@ class ReasoningGymDataset(GeneratedDataset):
         for entry, shots in self.few_shot(questions, shown, held_out, num_samples, seed, what):
             parts = [f"Question: {shot['question']}\nAnswer: {shot['answer']}" for shot in shots]
             prompt = "\n\n".join([*parts, f"Question: {entry['question']}\nAnswer:"])
-            rows.append(
-                self.row(prompt, entry["answer"], stop, reasoning_gym_task=self.task, reasoning_gym_entry=entry)
-            )
+            info = {"reasoning_gym_task": self.task, "reasoning_gym_entry": entry}
+            rows.append(self.row(prompt, entry["answer"], stop, **info))
         return rows
 
 

@@ -96,9 +96,8 @@ class HubDataset(RawDataset):
         self.split_train_validation(split_validation_size, seed)
 
     def question_and_answer(self, row: Row) -> tuple[str, object]:
-        question, answer = (
-            get(row) if callable(get) else row[get] for get in (self.source.question, self.source.answer)
-        )
+        getters = self.source.question, self.source.answer
+        question, answer = (get(row) if callable(get) else row[get] for get in getters)
         return question, text_of(answer)
 
     def format_data(self, row: Row) -> Row:
@@ -132,7 +131,5 @@ class HubMultichoiceDataset(HubDataset):
         options = dict(zip(letters, [*texts, *[None] * (len(letters) - len(texts))]))
         listed = "\n".join(f"{letter}) {text}" for letter, text in options.items() if text is not None)
         messages = question_and_answer(f"{question}\n{listed}", letters[right])
-        return {
-            "question": question, "options": options, "answer": letters[right], "messages": messages,
-            "task_name": self.task_name,
-        }  # fmt: skip
+        row = {"question": question, "options": options, "answer": letters[right]}
+        return {**row, "messages": messages, "task_name": self.task_name}

@@ -53,15 +53,11 @@ class ResponseDataset(RawDataset):
     def _check_columns(self, columns: list[str]) -> None:
         for key, name in (("input_key", self.input_key), ("output_key", self.output_key)):
             if name not in columns and name.partition(".")[0] not in columns:
-                raise ValueError(
-                    f"data: {key} is {name!r}, but {self.data_path} has the columns {columns}"
-                    + (_hint(columns) if key == "input_key" else "")
-                )
+                hint = _hint(columns) if key == "input_key" else ""
+                raise ValueError(f"data: {key} is {name!r}, but {self.data_path} has the columns {columns}{hint}")
         if (self.input_key, self.output_key) == (_INPUT, _OUTPUT) and "instruction" in columns:
-            raise ValueError(
-                f"data: {self.data_path} has the columns instruction and input, and a question is one column: join the two into one, "
-                "and name it in input_key"
-            )
+            remedy = "join them into one column, and name it in input_key"
+            raise ValueError(f"data: {self.data_path} has the columns instruction and input: {remedy}")
 
     def _formatted(self, row: Row, number: int) -> Row:
         try:
@@ -79,15 +75,11 @@ class ResponseDataset(RawDataset):
         if answered and self._answers_inside:
             answer = messages[-1]
         elif self._answers_inside and self.output_key not in data:
-            raise ValueError(
-                f"{self.input_key!r} ends with {messages[-1]['role']} and holds no answer: add an assistant message, or name "
-                "the answer's column in output_key"
-            )
+            remedy = "add an assistant message, or name the answer's column in output_key"
+            raise ValueError(f"{self.input_key!r} ends with {messages[-1]['role']} and holds no answer: {remedy}")
         else:
-            answer = {
-                "role": "assistant",
-                "content": _answer(conversation.look_up(data, self.output_key), self.output_key),
-            }
+            content = _answer(conversation.look_up(data, self.output_key), self.output_key)
+            answer = {"role": "assistant", "content": content}
         messages = [*(messages[:-1] if answered else messages), answer]
         conversation.split_conversation(messages, self.input_key)
         return {"messages": messages, "task_name": self.task_name}
@@ -95,13 +87,9 @@ class ResponseDataset(RawDataset):
 
 def _answer(value: object, key: str) -> object:
     """Return an answer (of a conversation, its last message) as text, or None. Raise ValueError for NaN and inf."""
-    if (
-        conversation.is_list(value)
-        and value
-        and isinstance(value[-1], Mapping)
-        and value[-1].get("role") == "assistant"
-    ):
-        value = value[-1].get("content")
+    last = value[-1] if conversation.is_list(value) and value else None
+    if isinstance(last, Mapping) and last.get("role") == "assistant":
+        value = last.get("content")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{key!r} is {value}: expected a finite number, a text, or null if there is no answer")
     value = conversation.text_of(value)

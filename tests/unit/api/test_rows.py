@@ -21,9 +21,6 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
     (tmp_path / "rows.csv").write_text("prompt,answer\n1+1=,2\n2+2=,4\n")
-    pandas.DataFrame(ROWS).to_parquet(tmp_path / "rows.parquet")
-    (tmp_path / "lines.txt").write_text("1+1=\n2+2=\n")
-    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "disk")
     (tmp_path / "notes.md").write_text("1+1=\n")
     (tmp_path / "questions.jsonl").write_text('{"question": "1+1="}\n')
     return tmp_path
@@ -31,29 +28,21 @@ def files(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "given",
-    [
-        ROWS, tuple(ROWS), iter(ROWS), (dict(row) for row in ROWS), COLUMNS, {key: tuple(values) for key, values in COLUMNS.items()},
-        pandas.DataFrame(COLUMNS), datasets.Dataset.from_list(ROWS), {key: pandas.Series(values) for key, values in COLUMNS.items()},
-        {key: np.array(values) for key, values in COLUMNS.items()}, datasets.Dataset.from_list(ROWS).to_iterable_dataset(),
-    ],
-    ids=["list", "tuple", "iterator", "generator", "columns", "columns of tuples", "frame", "dataset", "series", "arrays", "iterable dataset"],
+    [iter(ROWS), (dict(row) for row in ROWS), *({key: kind(values) for key, values in COLUMNS.items()} for kind in (list, tuple, pandas.Series, np.array))],
+    ids=["iterator", "generator", "columns", "columns of tuples", "series", "arrays"],
 )  # fmt: skip
-def test_train_grpo_accepts_prompts_from_every_supported_table_type(given):
+def test_train_grpo_accepts_prompts_from_iterators_and_from_columns_of_every_type(given):
     assert rows_of(given, "prompts") == ROWS
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "disk"])
-def test_train_grpo_accepts_prompts_from_a_file_of_every_supported_format(files, name):
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
+def test_train_grpo_accepts_the_path_of_a_data_file_as_prompts(files, name):
     assert rows_of(name, "prompts") == rows_of(files / name, "prompts") == rows_of(str(files / name), "prompts") == ROWS
 
 
-def test_each_line_of_a_text_file_is_one_prompt(files):
-    assert rows_of("lines.txt", "prompts") == [{"prompt": "1+1="}, {"prompt": "2+2="}]
-
-
-def test_prompts_in_a_text_file_are_split_only_at_newlines(tmp_path):
+def test_each_line_of_a_text_file_is_one_prompt_and_only_newlines_end_lines(tmp_path):
     (tmp_path / "lines.txt").write_bytes("a\u2028b\x85c\x0cd\r\ne".encode())
-    assert [row["prompt"] for row in rows_of(tmp_path / "lines.txt", "prompts")] == ["a\u2028b\x85c\x0cd", "e"]
+    assert rows_of(tmp_path / "lines.txt", "prompts") == [{"prompt": "a\u2028b\x85c\x0cd"}, {"prompt": "e"}]
 
 
 @pytest.mark.parametrize(

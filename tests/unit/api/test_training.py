@@ -143,7 +143,6 @@ def captured(monkeypatch, call, reward_funcs=share_right, **options):
 
 def test_gdpo_applies_each_reward_weight_exactly_once(tmp_path, monkeypatch):
     from nemo_rl_cpp.algorithms.advantage_estimator import make_estimator
-    from nemo_rl_cpp.rollouts.rollouts import Conversations
 
     functions = {"good": lambda completions: [1.0] * 4, "bad": lambda completions: [0.0, 1.0, 0.0, 1.0]}
     options = dict(adv_estimator="gdpo", reward_weights={"good": 1, "bad": -0.5}, num_generations=4)
@@ -157,9 +156,6 @@ def test_gdpo_applies_each_reward_weight_exactly_once(tmp_path, monkeypatch):
         )
         assert advantages.flatten().tolist() == pytest.approx([0.866, -0.866, 0.866, -0.866], abs=1e-3)
         assert parts["bad"].tolist() == [0, 1, 0, 1]
-        talk = Conversations({"message_log": [[]] * 4, "extra_env_info": [None] * 4}, None, 16)
-        talk._add_rewards(parts)
-        assert talk.finish()["total_reward"].tolist() == [1.0, 0.5, 1.0, 0.5]  # what is logged has the weights
 
 
 def test_gdpo_run_logs_the_weighted_total_reward(tmp_path):

@@ -37,11 +37,9 @@ BAD_FILES = {
     "number for a text": ("policy:\n  model_name: 5", "policy.model_name", 2, ["must be a text", "in quotes"]),
     "scalar for a section": ("grpo:\n  reward_shaping: 5", "grpo.reward_shaping", 2, ["must be a section"]),
     "not positive": ("grpo:\n  num_prompts_per_step: 0", "grpo.num_prompts_per_step", 2, ["must be at least 1"]),
-    "no steps": ("grpo:\n  max_num_steps: 0", "grpo.max_num_steps", 2, ["must be at least 1, not 0"]),
     "stop without validations": ("grpo:\n  val_period: 0\n  stop_at_validation_metric: accuracy\n  stop_at_validation_threshold: 0.5",
      "grpo.stop_at_validation_metric", 3, ["needs validations at intervals", "grpo.val_period"]),
     "empty model": ("policy:\n  model_name: ''", "policy.model_name", 2, ["must be a text that is not empty"]),
-    "empty folder": ("checkpointing:\n  checkpoint_dir: ''", "checkpointing.checkpoint_dir", 2, ["must be a text that is not empty"]),
     "one loader": ("data:\n  num_prompts_per_dataloader: 4\n  train: {dataset_name: arithmetic}",
      "data.num_prompts_per_dataloader", 2, ["has no effect with data.use_multiple_dataloader=false"]),
     "infinite": ("policy:\n  model_name: m\n  max_grad_norm: .inf", "policy.max_grad_norm", 3, ["finite number"]),
@@ -54,7 +52,6 @@ BAD_FILES = {
     "activation checkpointing": (
         "policy:\n  model_name: m\n  activation_checkpointing_enabled: true", "policy.activation_checkpointing_enabled", 3,
         ["activation_checkpointing of dtensor_cfg"]),
-    "KL type": ("loss_fn:\n  reference_policy_kl_type: k4", "loss_fn.reference_policy_kl_type", 2, ["one of k1, k2, k3"]),
     "truncation without correction": (
         "loss_fn:\n  truncated_importance_sampling_type: tis\n  truncated_importance_sampling_ratio: 2",
         "loss_fn.use_importance_sampling_correction", 2, ["must be true"]),
@@ -98,7 +95,6 @@ BAD_FILES = {
     "lora's matrices alone": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg: {target_modules: [q_proj]}", "policy.dtensor_cfg.lora_cfg.target_modules", 4, ["all weights are trained", "enabled=true and policy.dtensor_cfg.lora_cfg.match_all_linear=false"]),
     "a quantised model trained whole": ("policy:\n  model_name: m\n  quantization: q4_0", "policy.quantization", 3, ["quantised weights are frozen", "policy.dtensor_cfg.lora_cfg.enabled=true"]),
     "a quantised model of transformers": ("policy:\n  model_name: m\n  backend: hf\n  quantization: q8_0", "policy.quantization", 4, ["native core alone", "policy.backend=native"]),
-    "an unknown format of blocks": ("policy:\n  model_name: m\n  quantization: q5_1", "policy.quantization", 3, ["q8_0", "q4_0"]),
     "megatron's lora": ("policy:\n  model_name: m\n  megatron_cfg:\n    enabled: true\n    peft: {enabled: true, target_modules: [q_proj]}", "policy.megatron_cfg.peft.target_modules", 5, ["there are linear_qkv, linear_proj, linear_fc1"]),
     "fp8": ("policy:\n  model_name: m\n  megatron_cfg:\n    enabled: true\n    fp8_cfg: {enabled: true}", "policy.megatron_cfg.fp8_cfg.enabled", 5, ["FP8 is not supported"]),
     "hf backend": (
@@ -112,15 +108,11 @@ BAD_FILES = {
     "hf engines": (
         "policy:\n  model_name: m\n  backend: hf\n  generation: {colocated: {enabled: false, resources: {gpus_per_node: 1}}}\n"
         "cluster: {executor: processes, gpus_per_node: 2}", "policy.generation.colocated.enabled", 4, ["read the trainer's", "set it to true"]),
-    "engine": ("policy:\n  model_name: m\n  generation: {backend: vlm}", "policy.generation.backend", 3, ["did you mean vllm"]),
     "quantised generation": (
         "policy:\n  model_name: m\n  generation: {quant_cfg: NVFP4_DEFAULT_CFG}", "policy.generation.quant_cfg", 3, ["NVFP4"]),
     "fp8 generation": (
         "policy:\n  model_name: m\n  generation: {vllm_cfg: {precision: fp8}}", "policy.generation.vllm_cfg.precision", 3,
         ["is fp8", "changes results"]),
-    "fp8 cache": (
-        "policy:\n  model_name: m\n  generation: {vllm_cfg: {kv_cache_dtype: fp8_e4m3}}", "policy.generation.vllm_cfg.kv_cache_dtype", 3,
-        ["is fp8_e4m3", "changes results"]),
     "quantised vllm": (
         "policy:\n  model_name: m\n  generation: {vllm_kwargs: {quantization: awq}}", "policy.generation.vllm_kwargs.quantization", 3,
         ["is awq", "changes results"]),
@@ -130,9 +122,6 @@ BAD_FILES = {
     "another model for generation": (
         "policy:\n  model_name: m\n  generation: {vllm_kwargs: {hf_overrides: {rope_theta: 5}}}",
         "policy.generation.vllm_kwargs.hf_overrides.rope_theta", 3, ["policy.hf_config_overrides"]),
-    "moments of 8 bits": (
-        "policy:\n  model_name: m\n  optimizer: {kwargs: {exp_avg_dtype: fp8}}", "policy.optimizer.kwargs.exp_avg_dtype", 3,
-        ["fp8", "float32, bfloat16, uint8"]),
     "dead key": (
         "grpo:\n  zero_variance_prompt_filtering: true", "grpo.zero_variance_prompt_filtering", 2, ["read by nothing", "grpo.use_dynamic_sampling"]),
     "advantage of tool calls without an agent": (
@@ -152,17 +141,11 @@ BAD_FILES = {
         "grpo.reward_shaping.enabled", 3, ["parts of the reward"]),
     "length penalty": (
         "grpo:\n  length_penalty: {default: {total_bonuss: 0.1}}", "grpo.length_penalty.default.total_bonuss", 2, ["did you mean total_bonus"]),
-    "profile of lengths": (
-        "grpo:\n  length_penalty: {default: {profiled_length_min_samples: 0}}", "grpo.length_penalty.default.profiled_length_min_samples", 2,
-        ["1"]),
     "penalised tokens": ("reward_penalties: {penalize_unwanted_tokens: true}", "reward_penalties", 1, ["needs token_ids.unwanted"]),
     "band": (
         "grpo:\n  length_penalty: {profile_band: {enabled: true, defaults: {total: {a: 5, b: 5, f: 0.5}}}}",
         "grpo.length_penalty.profile_band.defaults.total", 2, ["needs b above a"]),
-    "packed weights": ("policy:\n  model_name: m\n  generation: {packed_weights: always}", "policy.generation.packed_weights", 3, ["'always'", "auto"]),
-    "nothing kept": ("policy:\n  model_name: m\n  generation: {top_p: 0}", "policy.generation.top_p", 3, ["greater than 0"]),
     "greedy training": ("policy:\n  model_name: m\n  generation: {temperature: 0}", "policy.generation.temperature", 3, ["greedy", "above 0"]),
-    "optimizer name": ("policy:\n  model_name: m\n  optimizer: {name: torch.optim.SGD}", "policy.optimizer.name", 3, ["torch.optim.AdamW"]),
     "no optimizer": ("policy:\n  model_name: m\n  optimizer: null", "policy.optimizer", 3, ["is null", "give an optimizer"]),
     "scheduler name": ("policy:\n  model_name: m\n  scheduler: [{name: StepLR}]", "policy.scheduler.0", 3, ["LinearLR", "'StepLR'"]),
     "cosine without steps": ("policy:\n  model_name: m\n  scheduler: [{name: CosineAnnealingLR, kwargs: {T_max: 0}}]", "policy.scheduler.0", 3, ["T_max must be greater than 0"]),
@@ -175,7 +158,6 @@ BAD_FILES = {
     "two names, two values": ("grpo:\n  use_dynamic_sampling: true\n  batch_multiplier: 2\n  dapo_batch_multiplier: 3", "grpo.dapo_batch_multiplier", 4, ["another name of grpo.batch_multiplier", "keep one"]),
     "half an early stop": ("grpo:\n  stop_at_validation_metric: accuracy", "grpo.stop_at_validation_threshold", 2, ["both or neither"]),
     "pass_k of one": ("grpo:\n  stop_at_validation_metric: pass_k\n  stop_at_validation_threshold: 0.5", "grpo.stop_at_validation_metric", 2, ["val_num_generations_per_prompt"]),
-    "estimator": ("grpo:\n  adv_estimator: {name: gae}", "grpo.adv_estimator.name", 2, ["grpo, gdpo, reinforce_plus_plus"]),
     "scaling from nothing": ("grpo:\n  reward_scaling: {enabled: true, source_min: 1.0}", "grpo.reward_scaling.source_min", 2, ["must be below source_max"]),
     "shaping without numbers": ("grpo:\n  reward_shaping: {enabled: true}", "grpo.reward_shaping.overlong_buffer_length", 2, ["is missing", "max_response_length"]),
     "overlong buffer without tokens": (
@@ -187,7 +169,6 @@ BAD_FILES = {
     "clip the wrong way round": ("grpo:\n  advantage_clip_low: 1\n  advantage_clip_high: -1", "grpo.advantage_clip_low", 2, ["swap them"]),
     "async": ("grpo:\n  async_grpo: {enabled: true}", "grpo.async_grpo.enabled", 2, ["colocated.enabled=false"]),
     "baseline of another estimator": ("grpo:\n  adv_estimator: {minus_baseline: false}", "grpo.adv_estimator.minus_baseline", 2, ["no effect with adv_estimator.name grpo"]),
-    "async within a response": ("grpo:\n  async_grpo: {in_flight_after_tokens: 1}", "grpo.async_grpo.in_flight_after_tokens", 2, ["2"]),
     "data set": ("data:\n  train: {dataset_name: arithmetics}", "data.train.dataset_name", 2, ["unknown", "did you mean arithmetic"]),
     "data set key": ("data:\n  train: {dataset_name: arithmetic, max_nmber: 5}", "data.train.max_nmber", 2, ["did you mean max_number"]),
     "data set without a file": ("data:\n  train: {dataset_name: ResponseDataset}", "data.train.data_path", 2, ["is missing"]),
@@ -295,17 +276,13 @@ def test_consequential_config_errors_of_an_invalid_value_are_not_reported():
 EVAL_CASES = {
     "k": ("eval.k_value=2", "eval.k_value", ["eval.num_tests_per_prompt"]),
     "greedy": ("eval.num_tests_per_prompt=4", "generation.temperature", ["above 0"]),
-    "metric": ("eval.metric=pass", "eval.metric", ["pass@k, cons@k"]),
     "data set": ("data.dataset_name=AIME", "data.dataset_name", ["did you mean AIME20"]),
 }
 PPO_CASES = {
     "value batch": ("value.train_global_batch_size=500", "value.train_global_batch_size", ["256 or 512"]),
     "value length": ("value.max_total_sequence_length=512", "value.max_total_sequence_length", ["policy makes sequences"]),
     "value backend": ("value.dtensor_cfg.enabled=true", "value.megatron_cfg.enabled", ["both true"]),
-    "value moments": ("+value.megatron_cfg.optimizer.exp_avg_sq_dtype=fp8", "value.megatron_cfg.optimizer.exp_avg_sq_dtype", ["float32"]),
     "one moment of 8 bits": ("+value.megatron_cfg.optimizer.exp_avg_dtype=uint8", "value.megatron_cfg.optimizer.exp_avg_sq_dtype", ["is float32", "set both to uint8"]),
-    "lambda": ("ppo.adv_estimator.gae_lambda=1.5", "ppo.adv_estimator.gae_lambda", ["at most 1"]),
-    "estimator": ("ppo.adv_estimator.name=grpo", "ppo.adv_estimator.name", ["gae, raw_reward"]),
     "unknown value loss key": ("+value_loss_fn.clip=0.2", "value_loss_fn.clip", ["did you mean cliprange"]),
     "KL without a reference": ("loss_fn.reference_policy_kl_penalty=0.1", "ppo.skip_reference_policy_logprobs_calculation", ["set the penalty to 0"]),
     "GAE without it": (["ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.gae_lambda=0.5"], "ppo.adv_estimator.gae_lambda", ["no effect with adv_estimator.name raw_reward"]),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp import cli
-from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.models.memory import forecast
 from nemo_rl_cpp.models.model_sizes import model_sizes
 
@@ -85,14 +85,6 @@ def test_memory_estimate_of_a_run_is_the_sum_over_all_processes_of_the_run():
     # four blocks in one process: three gradients at once, of 4, 2 and 1 blocks; two blocks in each of two: two
     assert one["policy gradients"] * 2 * 2 == two["policy gradients"] * 3
     assert one["policy gradients"] == 3 * parts()["policy gradients"]
-
-
-def test_memory_estimate_of_ppo_includes_the_critic():
-    overrides = [f"++policy.hf_config_overrides.{key}={str(value).lower()}" for key, value in SMOL.items()]
-    phases = forecast(load_ppo_config("ppo_math_1B_megatron.yaml", overrides))
-    assert "value training" in [phase.name for phase in phases]
-    without = forecast(load_ppo_config("ppo_math_1B_megatron.yaml", [*overrides, "ppo.adv_estimator.name=raw_reward"]))
-    assert all("value" not in part for phase in without for part, _ in phase.parts)
 
 
 def test_installed_package_finds_its_configuration_and_prompt_files_without_the_source_tree(tmp_path):

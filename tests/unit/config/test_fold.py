@@ -30,12 +30,6 @@ def test_every_generation_backend_of_nemo_rl_is_replaced_by_the_native_engine(ba
     assert fold_text(config) == f"written for the engine {backend}: runs with the native engine; same mathematics"
 
 
-def test_configuration_for_the_available_devices_gives_no_message_about_devices():
-    assert fold_text(load_grpo_config("grpo_tiny.yaml")) is None
-    assert fold_text(load_ppo_config("ppo_tiny.yaml")) is None
-    assert fold_text(load_eval_config("evals/eval.yaml")) is None
-
-
 def test_device_count_in_the_message_is_the_maximum_of_cluster_size_and_parallel_sizes():
     def of(*overrides):
         return devices_of(load_grpo_config("grpo_math_1B.yaml", list(overrides)))

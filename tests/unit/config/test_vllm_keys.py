@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config
-from nemo_rl_cpp.config.fold import EXACTNESS, exactness_of, exactness_text, fold_text
+from nemo_rl_cpp.config.fold import exactness_of, exactness_text, fold_text
 
 VLLM = ["policy.generation.backend=vllm", f"policy.generation.vllm_cfg.python={sys.executable}"]
 SERVER = ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.server_url=http://127.0.0.1:8000"]
@@ -40,11 +40,6 @@ def test_vllm_enables_the_importance_sampling_correction_unless_configured_other
     assert "use_importance_sampling_correction was left open and is true because of that" in text
     given = load_grpo_config("grpo_tiny.yaml", [*VLLM, "loss_fn.use_importance_sampling_correction=false"])
     assert given.loss_fn.use_importance_sampling_correction is False and "left open" not in exactness_text(given)
-
-
-def test_only_the_native_trainer_and_engine_are_listed_as_having_equal_logprobs():
-    assert set(EXACTNESS) == {("native", "native"), ("hf", "hf"), ("native", "vllm"), ("hf", "vllm")}
-    assert [pair for pair, row in EXACTNESS.items() if row.equal] == [("native", "native")]
 
 
 OF_PYTHON = [

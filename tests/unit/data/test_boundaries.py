@@ -58,10 +58,6 @@ def test_bos_token_is_added_to_plain_text_but_not_to_chat_template_output(begins
     assert prompt_ids(begins, text, messages) == expected
 
 
-def test_tokenizer_without_a_bos_token_adds_no_token_to_prompts(tiny):
-    assert prompt_ids(tiny, "12=") == prompt_ids(tiny, "12=", [{"role": "user", "content": "12="}]) == [5, 6, 15]
-
-
 def test_tokenizer_that_appends_an_end_token_to_prompts_gives_a_warning(tiny):
     ends = with_post_processor(tiny, "<bos> $A <eos>")
     with pytest.warns(UserWarning, match="puts its end token '<eos>' behind every text"):
@@ -154,23 +150,6 @@ def test_saved_generation_config_contains_the_end_tokens(tmp_path, tiny, base, c
 
 
 # ---- side files
-
-
-@pytest.mark.slow
-def test_added_tokens_and_special_tokens_map_files_are_interpreted_as_in_transformers(tiny, tmp_path):
-    from transformers import AutoTokenizer
-
-    tiny.save_pretrained(tmp_path)
-    special = {"bos_token": "<bos>", "eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", "<tool>"]}
-    write(tmp_path, added_tokens={"<|im_end|>": 17, "<|im_start|>": 16, "word": 18}, special_tokens_map=special)
-    ours, theirs = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    assert {(len(each), each.eos_token, each.eos_token_id) for each in (ours, theirs)} == {(20, "<|im_end|>", 17)}
-    text = "<|im_start|>1<|im_end|>word<tool>2"
-    assert ours.encode(text) == theirs.encode(text) == [16, 5, 17, 18, 19, 6]
-    assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
-    assert ours.decode(ours.encode(text), skip_special_tokens=True) == "1word2"
-    ours.save_pretrained(tmp_path / "saved")
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode(text) == ours.encode(text)
 
 
 @pytest.mark.slow

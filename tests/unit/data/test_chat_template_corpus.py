@@ -130,41 +130,30 @@ LOSE = {  # template -> shapes of which it loses a message that it was given
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_chat_template_that_drops_a_message_of_the_prompt_is_an_error(name, smollm2):
-    smollm2.chat_template, own = TEMPLATES[name], smollm2.chat_template
-    try:
-        for shape, messages in CONVERSATIONS.items():
-            plain = outcome(lambda: smollm2.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-            checked = outcome(lambda: render_prompt(smollm2, messages))
-            if isinstance(plain, Exception):
-                assert type(checked) is ChatTemplateError and str(checked) == str(plain)
-            elif shape in LOSE.get(name, ()):
-                assert type(checked) is ChatTemplateError and "leaves out message" in str(checked), (shape, checked)
-            else:
-                assert checked == plain, shape
-    finally:
-        smollm2.chat_template = own
+def test_chat_template_that_drops_a_message_of_the_prompt_is_an_error(name, smollm2, monkeypatch):
+    monkeypatch.setattr(smollm2, "chat_template", TEMPLATES[name])
+    for shape, messages in CONVERSATIONS.items():
+        plain = outcome(lambda: smollm2.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        checked = outcome(lambda: render_prompt(smollm2, messages))
+        if isinstance(plain, Exception):
+            assert type(checked) is ChatTemplateError and str(checked) == str(plain)
+        elif shape in LOSE.get(name, ()):
+            assert type(checked) is ChatTemplateError and "leaves out message" in str(checked), (shape, checked)
+        else:
+            assert checked == plain, shape
 
 
-def test_dropped_message_is_detected_even_if_its_text_appears_elsewhere_in_the_prompt(smollm2):
-    smollm2.chat_template, own = (
-        "{% for m in messages %}{{ m.role }}: {{ m.contents }}\n{% endfor %}",
-        smollm2.chat_template,
-    )
-    try:
-        with pytest.raises(ChatTemplateError, match="leaves out message 0"):
-            render_prompt(smollm2, [{"role": "user", "content": "user"}])
-        smollm2.chat_template = (
-            "{% if '<' not in messages[0].content %}{{ raise_exception('no tag') }}{% endif %}{{ messages[0].content }}"
-        )
-        assert render_prompt(smollm2, [{"role": "user", "content": "<a>"}]) == "<a>", (
-            "a template that looks into contents"
-        )
-        smollm2.chat_template = "{{ messages[0].content|tojson }}"
-        for content in ("中文", 'a"b', "<a>\n"):
-            assert render_prompt(smollm2, [{"role": "user", "content": content}])
-    finally:
-        smollm2.chat_template = own
+def test_dropped_message_is_detected_even_if_its_text_appears_elsewhere_in_the_prompt(smollm2, monkeypatch):
+    monkeypatch.setattr(smollm2, "chat_template", TEMPLATES["misspelt key"])
+    with pytest.raises(ChatTemplateError, match="leaves out message 0"):
+        render_prompt(smollm2, [{"role": "user", "content": "user"}])
+    # templates that change or inspect contents, but drop none
+    refuses = "{% if '<' not in messages[0].content %}{{ raise_exception('no tag') }}{% endif %}"
+    smollm2.chat_template = refuses + "{{ messages[0].content }}"
+    assert render_prompt(smollm2, [{"role": "user", "content": "<a>"}]) == "<a>"
+    smollm2.chat_template = TEMPLATES["tojson"]
+    for content in ("中文", 'a"b', "<a>\n"):
+        assert render_prompt(smollm2, [{"role": "user", "content": content}])
 
 
 @pytest.mark.parametrize("value", ["my.j2", "my.jinja", "my.jinja2", "my.txt", "./my.txt", "no_ending"])

@@ -9,6 +9,7 @@ import torch
 from nemo_rl_cpp.data.datasets import (
     AllTaskProcessedDataset,
     ListDataset,
+    RawDataset,
     extract_necessary_env_names,
     load_dataset_from_path,
     load_eval_dataset,
@@ -36,13 +37,6 @@ def test_missing_data_files_subsets_and_splits_are_errors(tmp_path):
         load_dataset_from_path(path, "main")
     with pytest.raises(ValueError, match="only the split 'train'"):
         load_dataset_from_path(path, None, "test")
-
-
-def test_response_dataset_uses_the_messages_column_if_a_row_has_one(tmp_path):
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    path = write(tmp_path / "m.jsonl", [{"messages": messages, "source": "s"}])
-    row = ResponseDataset(path).dataset[0]
-    assert row["messages"] == messages and row["source"] == "s" and row["task_name"] == f"{tmp_path.name}-m"
 
 
 @pytest.mark.parametrize("question", [{"messages": [{"role": "user", "content": "q"}]}, {"prompt": "q"}])
@@ -103,19 +97,13 @@ def test_invalid_data_set_configuration_sections_are_errors(config, message):
         load_response_dataset(config)
 
 
-class MyDataset:
+class MyDataset(RawDataset):
     """A class of the user's, named by its dotted path."""
 
     task_name = "mine"
 
     def __init__(self, greeting, **kwargs):
-        self.dataset, self.val_dataset = ListDataset([{"greeting": greeting}]), None
-
-    def set_task_spec(self, config):
-        self.task_spec = TaskDataSpec(self.task_name)
-
-    def set_processor(self):
-        self.processor = math_hf_data_processor
+        self.dataset = ListDataset([{"greeting": greeting}])
 
 
 def test_data_set_class_is_loaded_by_its_dotted_python_name():

@@ -104,26 +104,6 @@ def test_token_bytes_of_transformers_tokenizers_equal_those_of_this_packages_tok
     assert token_bytes_table(hf_smollm2) == token_bytes_table(smollm2)
 
 
-def test_bytes_of_byte_fallback_tokens_concatenate_to_the_utf8_text(tmp_path):
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, normalizers
-
-    bytes_ = [f"<0x{n:02X}>" for n in range(256)]
-    vocab = {token: i for i, token in enumerate(["<unk>", *bytes_, "\u2581", "a", "\u2581a"])}
-    backend = Backend(
-        models.BPE(vocab=vocab, merges=[("\u2581", "a")], byte_fallback=True, unk_token="<unk>", fuse_unk=True)
-    )
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    Tokenizer(backend, {"unk_token": "<unk>"}).save_pretrained(tmp_path)
-    tokenizer = Tokenizer.from_pretrained(tmp_path)
-    ids = tokenizer.encode("a a\u00e9\n")
-    assert [*map(bytes_of(tokenizer), ids)] == [b" a", b" a", b"\xc3", b"\xa9", b"\n"]
-    assert tokenizer.decode(ids) == "a a\u00e9\n"
-
-
 def assert_like_transformers(folder):
     """Compare ids and texts of a folder's tokenizer with transformers' and with those of a saved copy. Return the ids."""
     from transformers import AutoTokenizer

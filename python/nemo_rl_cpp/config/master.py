@@ -80,7 +80,7 @@ class MasterConfig(Section):
 
     @classmethod
     def takes_own_key(cls, dotted: str) -> bool:
-        if dotted.startswith("env.") and dotted.count(".") > 0:
+        if dotted.startswith("env."):
             return dotted.split(".")[1] not in environment_sections()
         return super().takes_own_key(dotted)
 

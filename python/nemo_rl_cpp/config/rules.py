@@ -15,7 +15,6 @@ from .cluster import engines_of, trainers_of
 from .data import (
     DATASET_ALIASES,
     DATASET_REGISTRY,
-    DataConfig,
     DatasetConfig,
     DatasetDefaults,
     EvalDataConfig,
@@ -41,8 +40,13 @@ _GYM_SWITCHES = ("should_use_nemo_gym", "should_log_nemo_gym_responses", "should
 
 
 def sound_environments(env: EnvConfigs, report: Report) -> bool:
-    """Report mistakes in the section `env`. Return whether it has none, so that other rules may read it."""
-    check_env(env, report)
+    """Report mistakes in the section `env`, and NeMo RL's switch for a reward model, since another environment would
+    score the responses unnoticed. Return whether there are none, so that other rules may read the section."""
+    model = env.get("reward_model")
+    if isinstance(model, dict) and model.get("enabled"):
+        instead = "write an environment (register_env) or a reward function (env.reward_functions) that asks it"
+        text = f"cannot be true: a reward model as environment is not supported; set it to false, or {instead}"
+        report.add("env.reward_model.enabled", text)
     for name, section in env.items():
         if section is not None and not isinstance(section, Mapping) and name not in _GYM_SWITCHES:
             report.add(f"env.{name}", f"must be a section (lines of key: value), not {in_a_line(section)}")
@@ -248,8 +252,8 @@ def _check_batches(config: TrainMasterConfig, model: str, report: Report) -> Non
 
 
 def _check_run(config: TrainMasterConfig, report: Report) -> None:
-    name, cluster = config.algorithm, config.cluster
-    check_data(config.data, config.env, config.loop.max_rollout_turns, f"{name}.max_rollout_turns", report)
+    cluster = config.cluster
+    _check_data(config, report)
     limit, prompt = config.policy.max_total_sequence_length, config.data.max_input_seq_length
     if prompt is not None and prompt > limit:
         text = f"is {prompt}, more than policy.max_total_sequence_length {limit}: lower it, to have room for a response"
@@ -341,9 +345,8 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
 # ---- data and environments
 
 
-def check_data(data: DataConfig, env: EnvConfigs, turns: int, turns_key: str, report: Report) -> None:
-    """Report mistakes in the training datasets. `turns` is the value of max_rollout_turns, `turns_key` its key."""
-    check_env(env, report)
+def _check_data(config: TrainMasterConfig, report: Report) -> None:
+    data, env, turns = config.data, config.env, config.loop.max_rollout_turns
     if data.train is None or data.train == []:
         report.add("data.train", "is missing: name a data set, for example dataset_name: arithmetic")
     if report.nearness("data.dataset_name") == 3:
@@ -370,11 +373,10 @@ def check_data(data: DataConfig, env: EnvConfigs, turns: int, turns_key: str, re
         guesses = GuessNumberEnvConfig(**(env["guess_number"] or {})).max_guesses
         if guesses > turns:
             text = f"is {turns}, but a game of env.guess_number takes up to {guesses} turns (max_guesses); raise it"
-            report.add(turns_key, text, "env.guess_number.max_guesses")
+            report.add(f"{config.algorithm}.max_rollout_turns", text, "env.guess_number.max_guesses")
 
 
 def _check_eval_data(data: EvalDataConfig, env: EnvConfigs, report: Report) -> None:
-    check_env(env, report)
     _check_dataset(data, "data", report)
     if data.env_name is None and len(env) != 1:
         known = ", ".join(env) or "no entry"
@@ -429,15 +431,6 @@ def _check_files(dataset: DatasetDefaults, dotted: str, report: Report) -> None:
         path = getattr(dataset, name)
         if path is not None and find_prompt(path) is None:
             report.add(f"{dotted}.{name}", f"names the file {path}, which does not exist; correct it or write null")
-
-
-def check_env(env: EnvConfigs, report: Report) -> None:
-    """Report NeMo RL's switch for a reward model, since another environment would score the responses unnoticed."""
-    instead = "write an environment (register_env) or a reward function (env.reward_functions) that asks it"
-    model = env.get("reward_model")
-    if isinstance(model, dict) and model.get("enabled"):
-        text = f"cannot be true: a reward model as environment is not supported; set it to false, or {instead}"
-        report.add("env.reward_model.enabled", text)
 
 
 def _check_env_name(name: str | None, dotted: str, env: EnvConfigs, report: Report) -> None:

@@ -208,26 +208,15 @@ def small_gguf(tmp_path_factory):
         ["<|endoftext|>", "<|im_start|>", "<|im_end|>"] + [chr(c) for c in range(33, 127)] + ["\u0120", "\u010a", "ab"]
     )
     writer = gguf.GGUFWriter(str(folder / "small.gguf"), "llama")
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_freq_base(100000.0)
-    writer.add_rope_dimension_count(HEAD_DIM)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template("{{ messages[0].content }}")
+    settings = {
+        "block_count": LAYERS, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": INNER, "head_count": HEADS,
+        "head_count_kv": KV_HEADS, "rope_freq_base": 100000.0, "rope_dimension_count": HEAD_DIM, "layer_norm_rms_eps": 1e-5,
+        "vocab_size": len(tokens), "tokenizer_model": "gpt2", "tokenizer_pre": "smollm", "token_list": tokens,
+        "token_types": [3] * 3 + [1] * (len(tokens) - 3), "token_merges": ["a b"], "bos_token_id": 1, "eos_token_id": 2,
+        "unk_token_id": 0, "pad_token_id": 2, "chat_template": "{{ messages[0].content }}",
+    }  # fmt: skip
+    for name, value in settings.items():
+        getattr(writer, f"add_{name}")(value)
     expected = {}
 
     def tensor(name, hf, *shape, heads=None):

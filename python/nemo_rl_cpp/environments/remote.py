@@ -77,8 +77,8 @@ class EnvironmentActor:
 
 
 def _told(call: Callable[[], Any]) -> Any:
-    """Return the result of `call`, which runs user code. An exception gets the attributes `trace` (its traceback) and
-    `told` (a sentence on the place in user code, or None), which only this process knows."""
+    """Return the result of `call`, which runs user code. An exception is raised in a form that another process can
+    read, with its traceback as `trace` and, as `told`, a sentence that names the place in user code, or None."""
     try:
         return call_user(call)
     except BaseException as error:

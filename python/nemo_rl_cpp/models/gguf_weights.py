@@ -153,7 +153,8 @@ def _value_heads(config: Mapping[str, Plain], name: str) -> tuple[int, int] | No
 def _with_swapped_value_heads(
     config: Mapping[str, Plain], name: str, values: np.ndarray, *, to_gguf: bool
 ) -> np.ndarray:
-    """Return the parameter with the value heads of a gated delta net reordered, see `to_gguf`."""
+    """Return the parameter `name` with the value heads of a gated delta net in GGUF's order if `to_gguf`, from
+    `values` in Hugging Face's order, or the reverse. Other parameters are returned unchanged."""
     if (found := _value_heads(config, name)) is None:
         return values
     axis, first = found

@@ -161,7 +161,7 @@ class Session:
 
 @dataclass(eq=False)
 class TrainedModel(Turns, Model):
-    """A model that the client of a session trains."""
+    """A LoRA model that the client of the session `session` trains."""
 
     session: str = ""
 

@@ -141,8 +141,8 @@ def command_parser(name: str | None, description: str, examples: str) -> OneLine
 
 
 def unknown_option(words: Sequence[str], options: Iterable[str]) -> str | None:
-    """Return an error message for the first of the arguments `words` that is an option (`options` are known) or the
-    name of a file, and not a configuration override; None if all are overrides."""
+    """Return an error message for the first of the arguments `words` that is no override `key=value` but an unknown
+    option or the name of a file; None if all are overrides. The message suggests one of the command's `options`."""
     for i, word in enumerate(words):
         if word.endswith((".yaml", ".yml")) and "=" not in word:
             return f"{word} is not an override: a file is given by --config {word}"

@@ -204,7 +204,8 @@ def _dry_run(config: WholeConfig) -> int:
 
 @contextmanager
 def _started() -> Iterator[None]:
-    """Print the stages that precede a command's first step. If the output is a closed pipe, say so on stderr, too."""
+    """Print in the `with` block what a run does before its first step, such as loading the model. If stdout is a closed
+    pipe, print the reason of the end on stderr."""
     try:
         with stages_shown():
             yield

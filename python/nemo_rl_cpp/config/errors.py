@@ -80,8 +80,8 @@ class Report:
         return any(f"{dotted}.".startswith(key) or key.startswith(f"{dotted}.") for key in keys)
 
     def add(self, dotted: str, message: str, *related: str) -> None:
-        """Report a mistake for the key `dotted`, unless one is reported for this key or a `related` one already. Its
-        place is the first override that sets one of these keys, or else where a file sets the first of them."""
+        """Report a mistake for the key `dotted`, unless one is reported for this key or a `related` one already. The
+        message names the first override that sets one of these keys, or else the line of a file that does."""
         keys = (dotted, *related)
         if any(self.has_problem(key) for key in keys):
             return

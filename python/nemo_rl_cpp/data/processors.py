@@ -229,8 +229,8 @@ def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType)
 
 @_processor
 def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Convert a row {"question", "options": {letter: text}, "answer"}, optionally with "subject", to a prompt: with a
-    prompt file its text, the question and the options; otherwise the question alone."""
+    """Convert a row {"question", "options": {letter: text}, "answer"}, optionally with "subject", to a prompt: if
+    there is a prompt file, its text with the question and the options; otherwise the question alone."""
     name = "multichoice_qa_processor"
     question = _question(_column(row, "question", name), "question")
     if spec.prompt:

@@ -275,7 +275,8 @@ def generated_by(
     prompts: RaggedBatch, ranks: int, blocks: int | None, global_batch: int, in_turns: bool = False
 ) -> list[list[int]]:
     """Return, for each of the `ranks` ranks, the rows of `prompts` that it responds to. Every `global_batch` rows are
-    divided into `blocks` gradient blocks (None: one per rank), assigned to ranks as in `Ranks.blocks`."""
+    divided into `blocks` gradient blocks, whose gradients are sums of their own (None: one per rank). Each rank gets
+    consecutive blocks, or with `in_turns` every `ranks`-th block."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for begin in range(0, prompts.size, global_batch):
         dealt = deal(prompts, begin, min(prompts.size, begin + global_batch), blocks or ranks)

@@ -175,7 +175,7 @@ def save_evaluation_data(samples: list[dict[str, object]], config: EvalMasterCon
 
 
 class Prompt(NamedTuple):
-    """A prompt of an evaluation: the mean reward of its responses, and the first of them."""
+    """A prompt of an evaluation, with the mean reward of its responses and the first response."""
 
     text: str
     mean: float

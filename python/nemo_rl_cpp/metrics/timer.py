@@ -128,7 +128,8 @@ class TimeoutChecker:
 
 
 class Devices(NamedTuple):
-    """Numbers of devices, to which rates refer: all, training, generating. A device is a GPU or one process's CPU."""
+    """Numbers of devices by which rates are divided: all, those that train, those that generate. A device is a GPU, or
+    the CPU of one process."""
 
     total: int = 1
     training: int = 1

@@ -68,11 +68,11 @@ class Lora:
     Attributes:
         section: "policy" or "value".
         modules: names of the adapted modules, such as model.layers.0.self_attn.q_proj, in parameter order.
-        base: name of the base model, with which any working directory finds it.
+        base: name or absolute path of the base model, valid from any working directory.
         key: configuration key of the settings.
         base_digest: digest of the base weights; empty if this process holds only a slice of them.
-        joined: for modules whose adapter is shared by several of transformers' modules (Adapters.joins), these modules
-            and their numbers of rows."""
+        joined: {name of a module: [(name, rows of the weight matrix) of each of transformers' modules that it joins]},
+            for modules such as qkv_proj with one adapter for several (`Adapters.joins`)."""
 
     section: str
     modules: tuple[str, ...]

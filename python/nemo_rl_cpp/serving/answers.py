@@ -175,7 +175,8 @@ class Answer:
 
 
 class TextAnswer(Answer):
-    """The base of responses as text. A subclass makes the `choices`: `_part` of a chunk, `_complete` of a response."""
+    """The base class of responses as text. A subclass makes an entry of `choices`: `_part` for a streamed chunk,
+    `_complete` for a whole response."""
 
     kind: str  # the object name of a whole response
     chunk_kind: str  # the object name of a stream's chunks

@@ -167,7 +167,7 @@ class GenerateParams(SamplingFields):
 
     @property
     def num_likeliest(self) -> int:
-        """The number of most likely tokens. `logprobs` counts the sampled token, so 1 requests no others."""
+        """The number of most likely tokens to return at each position. `logprobs: 1` asks for the sampled token alone."""
         return self.logprobs if self.logprobs and self.logprobs > 1 else 0
 
 

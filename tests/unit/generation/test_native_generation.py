@@ -182,7 +182,7 @@ def test_packed_weights_auto_packs_weights_after_enough_decode_steps_with_small_
 
 
 @PACKS
-def test_expert_weights_are_packed_if_each_expert_gets_few_of_many_sequences():
+def test_expert_weights_are_packed_for_large_batches_of_which_each_expert_gets_few_sequences():
     texts = C.PackedWeights.most_rows() + 8
     inputs = prompts([5 + i for i in range(texts)])
     experts = dict(model_type="olmoe", num_experts=8, num_experts_per_tok=2, intermediate_size=64)

@@ -351,7 +351,7 @@ def test_custom_loss_of_a_tinker_client_that_returns_something_else_raises(servi
         new_client(service).forward_backward_custom([datum], loss_fn).result()
 
 
-def test_tinker_gspo_of_a_sequence_without_a_trained_token_is_zero_and_takes_whole_numbers(service):
+def test_tinker_gspo_loss_of_a_sequence_without_trained_tokens_is_zero(service):
     nothing, inputs = [0.0] * 4, {"target_tokens": TOKENS[1:]}
     datum = Datum(TOKENS[:-1], inputs | dict.fromkeys(("logprobs", "advantages", "sequence_ratio_mask"), nothing))
     trained = Datum(TOKENS[:-1], inputs | dict.fromkeys(("logprobs", "advantages", "sequence_ratio_mask"), WEIGHTS))

@@ -252,7 +252,8 @@ class ClippedPGLossFn:
         return ops.token_loss(self._op_inputs({**data.samples, **data.tokens}, prev), counts, self.op_config)
 
     def zero_gradient_rows(self, data: RaggedBatch) -> Tensor | None:
-        """Return bool [B]: whether a sample's gradient is 0 as its advantages are; None if other terms may have one."""
+        """Return bool [B]: whether the gradient of a sample is 0 because its advantages are; None if other terms of the
+        loss may have a gradient."""
         config, advantages = self.op_config, data.tokens.get("advantages")
         other_terms = config.kl_penalty != 0 or config.positive_nll_weight > 0 or self.takes_entropies
         if other_terms or config.ratio_mode == "dro" or advantages is None:

@@ -193,7 +193,8 @@ _BY_ARGUMENT = {
 
 
 def filter_program(processor: str) -> bytes:
-    """Return the filter of system calls on a `machine()`, in BPF. Most forbidden calls kill the program; some fail."""
+    """Return the seccomp filter of system calls for `processor`, such as "x86_64", as a BPF program. Most forbidden
+    calls kill the program; some return an error."""
     column = processor == "aarch64"
     checks = [
         _instruction(_LOAD, _ARCH),

@@ -120,7 +120,7 @@ class DistributedGeneration(GenerationInterface):
         return self._of_engines("generate_with", [(self._number, share, greedy) for share in prompts], told)
 
     def _of_engines(self, method: str, each: list[tuple], told: list[OnFinished | None]) -> list:
-        """Call `method` with the arguments `each[i]` on all ranks of each engine i, and return each first rank's result.
+        """Call `method` with the arguments `each[i]` on all ranks of each engine i, and return the result of each engine's first rank.
         `told[i]` receives the responses of engine i as they end."""
         size = self.group.tensor_size
         calls = [call for call in each for _ in range(size)]

@@ -45,7 +45,8 @@ def tasks_of(taskset: str, limit: int | None = None) -> list[Task]:
 
 
 class VerifiersDataset(RawDataset):
-    """The first `num_samples` tasks of a task set of `verifiers`: its id, or a mapping with `id` and settings.
+    """The first `num_samples` tasks of a task set of the package verifiers. `taskset` is its id, or a mapping with `id`
+    and its settings.
     `split_validation_size`, a count or a fraction, holds out the last tasks for validation."""
 
     task_name = "verifiers"

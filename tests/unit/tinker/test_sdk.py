@@ -58,6 +58,19 @@ def adapter_of(served: tuple[str, Service], client: Client) -> torch.Tensor:
     return served[1].models[client.model_id].state.adapter
 
 
+def test_supervised_training_with_the_tinker_sdk_lowers_the_loss(sdk):
+    """The code block of docs/tinker.md, with a tiny model."""
+    client = new_client(sdk)
+    data = [datum([3, 4, 5, 3, 4, 5, 3], 2), datum([7, 8, 7, 8], 1)]
+    losses = []
+    for _ in range(30):
+        forward, step = client.forward_backward(data, "cross_entropy"), client.optim_step(ADAM)
+        losses.append(forward.result().metrics["loss:sum"])
+        assert step.result().metrics["unclipped_grad_l2:mean"] > 0
+    assert losses[-1] < 0.05 * losses[0]
+    assert client.forward(data, "cross_entropy").result().metrics["loss:sum"] < 0.05 * losses[0]
+
+
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.6}, {"top_p": 0.8, "top_k": 5}, {"temperature": 0.0}])
 def test_training_and_sampling_logprobs_of_a_tinker_model_are_equal(sdk, how):
     client = new_client(sdk, seed=2)

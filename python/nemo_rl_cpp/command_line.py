@@ -68,9 +68,10 @@ class Outcome:
 def program(debug: bool = False) -> Iterator[Outcome]:
     """Run the body of a command line. Turn an exception or a signal into an exit `status` and one sentence on stderr.
 
-    The status is 2 for an exception that is one of `mistakes` of the outcome, and 1 for any other, unless its class has
-    an attribute `exit_status`. `debug` also prints the traceback. The status is 130 for Ctrl-C, 128 + the signal's
-    number for another signal, and 141 (SIGPIPE) if the reader of the output has closed the pipe."""
+    The context manager yields an `Outcome`. Its status becomes 2 for an exception of a class in its `mistakes`, and 1
+    for any other, unless its class has an attribute `exit_status`. `debug` also prints the traceback. The status is 130
+    for Ctrl-C, 128 + the signal's number for another signal, and 141 (SIGPIPE) if the reader of the output has closed
+    the pipe."""
     outcome = Outcome()
     with startup(), _plain_warnings():
         try:

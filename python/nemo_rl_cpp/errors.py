@@ -68,7 +68,8 @@ def note_as_said(remark: str) -> str:
 
 
 def say_once(kind: str, remark: str) -> None:
-    """Print the "warning" or "note" (`kind`) `remark` to stderr, unless this process has already shown it."""
+    """Print the message `remark` to stderr, unless this process has already shown it. `kind`, "warning" or "note", is
+    put before it."""
     if remark.partition("; memory forecast")[0] not in _SAID:
         print(f"{kind}: {note_as_said(remark)}", file=sys.stderr, flush=True)
 
@@ -101,7 +102,8 @@ def tracebacks_go_to(folder: str | os.PathLike[str] | None) -> None:
 
 
 def keep_out_of_files(texts: Mapping[str, str]) -> None:
-    """Make `save_traceback` replace each key of `texts` (a secret of at least 6 characters) by its value."""
+    """Make `save_traceback` write, in place of each secret (a key of `texts` with at least 6 characters), the value of
+    this key in `texts`."""
     _secrets.update({secret: shown for secret, shown in texts.items() if len(secret) >= 6})
 
 
@@ -193,7 +195,8 @@ class user_code(AbstractContextManager):  # noqa: N801  (reads as a function; on
     """A context manager for a call of user code, which turns an exception into one sentence (`in_user_code`)."""
 
     def __init__(self, what: str = "your code", hint: Callable[[BaseException], str] | None = None) -> None:
-        """Store `what`, a name for the user's code, and `hint`: error -> text for the end of the message."""
+        """Store `what`, a name for the user's code, and `hint`, a function from the exception to a text for the end of
+        the message."""
         self._what, self._hint = what, hint
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -232,7 +235,8 @@ def _type_and_text(error: BaseException) -> str:
 
 
 def _says_it_all(error: BaseException) -> bool:
-    """Return whether this package wrote the exception's message, which is then clear without the type's name."""
+    """Return whether this package wrote the exception's message. Such a message is clear without the name of the
+    exception's type."""
     if isinstance(error, UserCodeError) or type(error).__module__.partition(".")[0] == "nemo_rl_cpp":
         return True
     if not isinstance(error, _SENTENCES) or isinstance(error, UnicodeError):
@@ -302,7 +306,8 @@ def save_traceback(error: BaseException) -> Path | None:
 
 
 def report(error: BaseException, debug: bool = False, saves: bool = True) -> None:
-    """Print the exception's sentence and, if `saves`, its traceback's file to stderr; with `debug`, the traceback."""
+    """Print an error to stderr: with `debug` the traceback, then one sentence and, if `saves`, the path of a file to
+    which the traceback is saved."""
     if debug:
         traceback.print_exception(error)
     sentence, path = one_sentence(error), save_traceback(error) if saves else None

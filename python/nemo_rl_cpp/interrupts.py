@@ -54,7 +54,7 @@ def _in_an_import(frame: FrameType | None) -> bool:
 
 @contextmanager
 def startup() -> Iterator[None]:
-    """Return a context in which Ctrl-C raises KeyboardInterrupt, until a `GracefulStop` is entered. During an import,
+    """A context manager that makes Ctrl-C raise KeyboardInterrupt, until a `GracefulStop` is entered. During an import,
     Ctrl-C instead prints a line and ends the process with status 130, because importing torch would lose the exception.
     A forked process prints no line."""
     if not _in_main_thread():
@@ -123,7 +123,8 @@ class GracefulStop:
         return self.reason is not None
 
     def put_back(self) -> None:
-        """Restore signal handlers that code called by the run has replaced, and warn about it."""
+        """Restore the handlers of this object for signals whose handlers other code, such as a reward function, has
+        replaced; warn about it."""
         if not self._previous or self._count >= 2 or not _in_main_thread():
             return
         changed = [number for number in self._previous if signal.getsignal(number) != self._handle]
@@ -188,7 +189,8 @@ def restore_signal_handlers() -> None:
 
 def _after_fork() -> None:
     """In a forked child, let SIGTERM end the process, as `Process.terminate` expects. The first Ctrl-C at the terminal
-    reaches the child, too, but does not end it, because the parent's current step may need the child."""
+    reaches the child as well as its parent, but does not end the child, because the parent's current step may need the
+    child."""
     for stop in _entered:
         before = stop._previous.pop(signal.SIGTERM, None)
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)

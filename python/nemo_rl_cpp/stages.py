@@ -14,7 +14,7 @@ _REDRAWN, _REPEATED = 0.5, 15.0
 
 @contextmanager
 def stages_shown() -> Iterator[None]:
-    """Return a context in which `stage` prints its lines, each with the seconds since the context began."""
+    """A context manager in which `stage` prints its lines, each with the seconds since the `with` block began."""
     global _began
     _began = time.monotonic()
     try:
@@ -31,8 +31,9 @@ def stage(text: str) -> None:
 
 @contextmanager
 def work(text: str, total: float, always: bool = False) -> Iterator[Callable[[float], None]]:
-    """Yield `advance(amount)`, which adds `amount` to the finished part of `total`. Inside `stages_shown`, or if
-    `always`, show progress on stderr after the name `text`, once the work takes more than a few seconds."""
+    """A context manager that yields a function `advance(amount)`, which adds `amount` to the finished part of the
+    amount of work `total`. Inside `stages_shown`, or if `always`, show progress on stderr after the name `text`, once
+    the work takes more than a few seconds."""
     begin = last = time.monotonic()
     done, drawn = 0.0, False
     shown, terminal = always or _began is not None, sys.stderr is not None and sys.stderr.isatty()

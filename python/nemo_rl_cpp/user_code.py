@@ -234,7 +234,8 @@ async def _finish(result: Awaitable[object], future: Future, state: _ProcessStat
 
 @contextmanager
 def _outside_event_loop() -> Iterator[None]:
-    """Let the current thread run another event loop in the `with` block; the first, such as a notebook's, waits."""
+    """A context manager in which the current thread may run another event loop; the one that is running, such as a
+    notebook's, waits until the end of the `with` block."""
     running = asyncio._get_running_loop()
     if running is None:
         yield

@@ -76,7 +76,8 @@ def _hint(name: str, algorithm: str, arguments: Collection[str], keys: Collectio
 
 @dataclass(frozen=True)
 class Given:
-    """The argument `loss_fn` or `adv_estimator`: the keys that it sets, and a loss or estimator passed as an object."""
+    """The value of the argument `loss_fn` or `adv_estimator` (`what`): the configuration keys that it sets, and in
+    `component` the loss or estimator if it was passed as an object."""
 
     what: str
     keys: Keys = field(default_factory=dict)
@@ -109,7 +110,8 @@ def component_keys(given: object, what: str, algorithm: str) -> Given:
 
 
 def lora_keys(given: object, algorithm: str) -> Keys:
-    """Return {dotted key: ("lora", value)} for the argument `lora`, which in PPO applies to policy and critic."""
+    """Return {dotted configuration key: ("lora", value)} for the value of the argument `lora`; in PPO the keys apply to
+    policy and critic. Raise ValueError for an invalid value."""
     if given is None or given is False:
         return {}
     if isinstance(given, int):

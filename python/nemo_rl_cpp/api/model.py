@@ -33,7 +33,8 @@ _OPTIONS = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_strings")
 
 
 class TextWriter:
-    """The base class of objects that generate text with an engine and a tokenizer. `limit_name` names their limit."""
+    """The base class of objects that generate text with an engine and a tokenizer. `limit_name` is the name, used in
+    error messages, of the setting that limits the tokens of prompt and response."""
 
     generation: BaseEngine
     tokenizer: Tokenizer
@@ -124,7 +125,8 @@ class TextWriter:
 
 
 def _is_greedy(greedy: bool | None, n: int, options: Mapping[str, object]) -> bool:
-    """Return whether to decode greedily. Raise ValueError for unknown options, or those against `greedy` or `n`."""
+    """Return whether to decode greedily. Raise ValueError for an unknown option, or for a temperature that contradicts
+    `greedy`."""
     unknown = next((name for name in options if name not in _OPTIONS), None)
     if unknown is not None:
         known = ["n", "greedy", "seed", *_OPTIONS]

@@ -76,7 +76,8 @@ def read_saved(folder: Path) -> Saved:
 
 
 def _saved_config(file: Path) -> dict[str, dict[str, object]] | None:
-    """Load a checkpoint's config.yaml; None unless this package wrote it, since another's may include further files."""
+    """Load a checkpoint's config.yaml. Return None if it cannot be read, or if another program wrote it: such a file
+    could include further files."""
     try:
         if all(_OWN_LINE.fullmatch(line) for line in file.read_text(encoding="utf-8").splitlines()):
             tree = _config.load_file(str(file))
@@ -161,7 +162,8 @@ def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str
 
 
 def _is_another(before: object, now: object) -> bool:
-    """Return whether two names of models or tokenizers differ. Of paths only the last part counts: folders may move."""
+    """Return whether two names of models or tokenizers differ. Compare only the last part of a path, because folders
+    may have moved. Return False if a name is unknown."""
     known = before is not None and now is not None and "${" not in f"{before}{now}"
     return known and Path(str(before)).name != Path(str(now)).name
 
@@ -199,8 +201,8 @@ def _model_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> I
 def architecture_refusals(
     saved: Saved, section: str, config: TrainedModelConfig, model_config: Mapping[str, object]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) for each setting of the model `section` with which the native decoder would compute something
-    else. `model_config` is the model's config.json with the overrides applied."""
+    """Yield (key, reason) for each setting of the model `section` that gives the native model another architecture than
+    the checkpoint's. `model_config` is the model's config.json with the overrides applied."""
     value_head = section == "value"
     try:
         saved_config = read_config(saved.path / section / "weights")
@@ -217,7 +219,8 @@ def architecture_refusals(
 
 
 def hf_architecture_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) for each override of config.json with which a transformers model differs from the saved."""
+    """Yield (key, reason) for each override of config.json whose value differs from the checkpoint's config.json, for a
+    model run by transformers."""
     try:
         saved_config = read_config_file(saved.path / section / "weights")
     except (OSError, ValueError):
@@ -262,7 +265,8 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]]) -> list[Finding]:
-    """Return the problems that `question` finds in `folder`, or one with `key` if it raises OSError."""
+    """Return the problems that `question(folder)` yields. If it raises OSError, return one problem, which says that the
+    value of `key`, this folder, cannot be used."""
     try:
         return list(question(Path(folder)))
     except OSError as error:
@@ -271,7 +275,8 @@ def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]])
 
 
 def _within(folder: Path) -> Iterator[Finding]:
-    """Yield a problem if `folder` is a checkpoint, or lies in one: the run would start from scratch there."""
+    """Yield a problem if `folder` is a checkpoint or lies in one, because a run there would not resume from this
+    checkpoint but start from scratch."""
     real = folder.resolve()  # "step_2/.." lies in no checkpoint; a link to one does
     for place in (real, *real.parents):
         if re.fullmatch(r"step_\d+", place.name) and (place / MANIFEST).is_file():

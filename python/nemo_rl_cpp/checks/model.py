@@ -30,8 +30,8 @@ _MUCH_SMALLER = 0.9  # vocabularies are padded to round sizes, by a few percent 
 
 
 class _Use(NamedTuple):
-    """A model that a run uses: the configuration key that names it, its name, and the settings to check it against, with
-    the keys that set them. `trained` is its section, None for a model that is not trained."""
+    """A model that a run uses: its name, the configuration key that gives this name, and the settings to check the
+    model against, with their keys. `trained` is its section, or None if the model is not trained."""
 
     key: str
     name: str

@@ -76,8 +76,8 @@ def _check_unread(section: dict[str, object]) -> None:
 
 
 def lengths_of(section: dict[str, object], tokenizer: Tokenizer) -> list[tuple[int, int]] | None:
-    """Return (tokens of the prompt, tokens of an answer in it) of up to 64 evenly spaced rows. Return None if the data
-    set cannot be read quickly, or if code of the user makes its prompts."""
+    """Return (number of the prompt's tokens, how many of them belong to an answer in the prompt) for up to 64 evenly
+    spaced rows. Return None if the data set cannot be read quickly, or if code of the user makes its prompts."""
     raw = response_datasets.load_response_dataset(section) if _is_quick(section) else None
     make = None if raw is None else PROMPT_MAKERS.get(raw.processor)
     if make is None:

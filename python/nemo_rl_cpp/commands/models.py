@@ -25,7 +25,8 @@ The forecast for your own run: nemo-rl-cpp train --config my.yaml --dry-run"""
 
 
 class Task(NamedTuple):
-    """A kind of run, a column of the memory table: heading, whether it trains a critic, KL weight, precision."""
+    """A kind of run, which is a column of the memory table: its heading, whether it trains a critic, its KL penalty (0:
+    no reference model), and the precision of its weights."""
 
     heading: str
     critic: bool = False

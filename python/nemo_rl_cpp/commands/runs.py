@@ -43,7 +43,8 @@ _CONFIGS_EXAMPLES = """examples:
 
 
 def train(arguments: Sequence[str], kind: str | None = None) -> int:
-    """Load and check a configuration, train, and return the exit status. `kind` None: it follows from the file."""
+    """Load and check a configuration, train, and return the exit status. `kind` is the kind of run, such as "ppo"; if
+    it is None, the sections of the file determine it."""
     return _run(arguments, kind or "grpo", kind, train_to_the_end)
 
 
@@ -140,7 +141,8 @@ def descriptions() -> dict[str, str]:
 
 def _run(words: Sequence[str], default: str, kind: str | None, work: Callable[[WholeConfig], None]) -> int:
     """Load the configuration that the arguments `words` give, call `work` with it, and return the exit status.
-    `default` is the kind of run for help and default configuration; `kind` None: it follows from the file."""
+    `default` is the kind of run for help and default configuration; if `kind` is None, the sections of the file
+    determine the kind."""
     parser = command_parser(None, KINDS[default].description, _help(default))
     names = "YAML file, or the name of a shipped one (default: %(default)s)"
     parser.add_argument("--config", default=f"configs/{KINDS[default].default_config}", help=names)
@@ -176,9 +178,9 @@ def _help(kind: str) -> str:
 
 
 def _loaded(file: str, overrides: Sequence[str], kind: str | None, is_check: bool = False) -> WholeConfig | None:
-    """Load a configuration, of the kind that the file's sections show if `kind` is None. Print its errors and return
-    None if there are any. Unless `is_check`, a process that a launcher started with a rank above 0 becomes a worker
-    instead and never returns, and an evaluation must be asked for by its kind."""
+    """Load the configuration `file` as one of the kind `kind`, or if that is None, of the kind that its sections show.
+    Print its errors and return None if there are any. Unless `is_check`: a process that a launcher started with a rank
+    above 0 becomes a worker and never returns; and the configuration of an evaluation is an error if `kind` is None."""
     try:
         search_for_modules(Path.cwd(), find_config(file).resolve().parent)
         found = kind or kind_of(file)
@@ -204,8 +206,8 @@ def _dry_run(config: WholeConfig) -> int:
 
 @contextmanager
 def _started() -> Iterator[None]:
-    """Print in the `with` block what a run does before its first step, such as loading the model. If stdout is a closed
-    pipe, print the reason of the end on stderr."""
+    """A context manager that shows what a run does before its first step, such as loading the model. If stdout is a
+    closed pipe, print the reason of the end on stderr."""
     try:
         with stages_shown():
             yield

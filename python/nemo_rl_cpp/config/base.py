@@ -309,7 +309,8 @@ def own_keys(model: type[Section]) -> frozenset[str]:
 
 
 def mark_of(info: FieldInfo) -> Mapping[str, object]:
-    """Return the data that `only`, `no_effect` or a loss attached to a key's field; empty for other keys."""
+    """Return the data that `only` or `no_effect`, or the declaration of a key for one loss, attached to the key's
+    field. Return {} for other keys."""
     return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
 
 

@@ -60,8 +60,8 @@ class OnPolicyDistillationConfig(Section):
 
     @property
     def default_teacher(self) -> str | None:
-        """The key in teacher_model_by_agent_name of the teacher for tasks without a key there; None: they have no
-        teacher."""
+        """The task, a key of teacher_model_by_agent_name, whose teacher also scores the samples of tasks without a key
+        there. None: these samples have no teacher."""
         names = list(self.teacher_model_by_agent_name)
         if self.strict_agent_name_match:
             return None

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class Exactness(NamedTuple):
-    """Whether generation's and training's log-probabilities are bit-identical, and a clause of `exactness_text`."""
+    """Whether the log-probabilities of generation and training are bit-identical (`equal`), and a `text` that explains
+    why."""
 
     equal: bool
     text: str

@@ -68,7 +68,8 @@ class VllmConfig(Section):
     """With python: environment variables for the vLLM server. The value null removes a variable. Otherwise not used."""
 
     def dtype_for(self, precision: str) -> str:
-        """Return the full name of vLLM's dtype: of the key `precision`, or if it is not set, of the argument."""
+        """Return the full name of the dtype in which vLLM computes: that of the key `precision`, or if this is null or
+        "auto", of the argument `precision`."""
         wanted = precision if self.precision in (None, "auto") else self.precision
         return DTYPES.get(wanted, wanted)
 
@@ -182,7 +183,7 @@ class GenerationConfig(Section):
         return self.backend == "vllm" and (self.vllm_cfg.python is not None or self.vllm_cfg.server_url is not None)
 
     def fill_validation(self) -> None:
-        """Give validation the sampling settings of training for those of its own that are null."""
+        """Set val_temperature, val_top_p and val_top_k, if they are null, to the values for training."""
         fill(self, val_temperature=self.temperature, val_top_p=self.top_p, val_top_k=self.top_k)
 
     def effective_max_model_len(self, max_total_sequence_length: int) -> int:

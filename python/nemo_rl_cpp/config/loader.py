@@ -112,7 +112,8 @@ class GivenValues:
         return f"{self._mark}{index}_"
 
     def restore(self, data: dict[str, object], positions: dict[str, str]) -> None:
-        """Replace the placeholders in the loaded `data` by the given values, and record their places in `positions`."""
+        """Replace the placeholders in the loaded `data` that stand for Python values in the overrides by these values,
+        and record their places in `positions`."""
         values = list(self._values.values())
         pattern = re.compile(re.escape(self._mark) + r"(\d+)_")
 
@@ -307,7 +308,7 @@ def _validate_part(
 
 
 def _repair(data: dict[str, object], error: ErrorDetails) -> None:
-    """Change `data` so that validation can continue: remove a wrong value, or set a placeholder if missing."""
+    """Change `data` so that validation can continue: remove a wrong value, or set a placeholder for a missing value."""
     *above, last = location = [part for part in dotted_key(error["loc"]).split(".") if part] or [""]
     if error["type"] != "missing":
         _remove(data, location)
@@ -319,7 +320,8 @@ def _repair(data: dict[str, object], error: ErrorDetails) -> None:
 
 
 def _remove(node: object, location: Sequence[str]) -> None:
-    """Remove the value at `location` (keys, list indices) from `node` in place; of a list element, the whole list."""
+    """Remove the value at `location` (keys and list indices) from `node` in place. If the value is an element of a
+    list, remove the whole list."""
     if not isinstance(node, dict) or not location or location[0] not in node:
         return
     name, *rest = location
@@ -358,8 +360,9 @@ def parent_folders() -> list[str]:
 
 
 def find_config(path: str | os.PathLike[str]) -> Path:
-    """Return the YAML file for `path`: an existing or a shipped one, without a leading `configs/`, also by NeMo RL's
-    name (`_RENAMED`, `NAME.v2.yaml`). Raise ConfigError with the closest names if there is none."""
+    """Return the YAML file for `path`: an existing file, or a shipped configuration, with or without a leading
+    `configs/`, whose name may also be NeMo RL's (an entry of `_RENAMED`, or `NAME.v2.yaml`). Raise ConfigError, with
+    the most similar names, if there is none."""
     given = Path(path).expanduser()
     if given.is_file():
         return given

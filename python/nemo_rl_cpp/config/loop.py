@@ -161,7 +161,8 @@ class OnePassLoop(Section):
 
     @property
     def beside_training(self) -> AsyncConfig:
-        """The section `async_grpo` or `async_ppo`. Loops without such a section return one with `enabled` false."""
+        """The section `async_grpo` or `async_ppo`, which configures rollouts that overlap with training; for a loop
+        without such a section, one with `enabled` false."""
         return AsyncConfig()
 
     @property
@@ -213,8 +214,8 @@ class LoopConfig(OnePassLoop):
 
     @property
     def prompts_per_round(self) -> int:
-        """The number of prompts generated at a time: num_prompts_per_step, with dynamic sampling times
-        batch_multiplier."""
+        """The number of prompts generated at a time: num_prompts_per_step, multiplied by batch_multiplier if dynamic
+        sampling is enabled."""
         factor = self.batch_multiplier if self.use_dynamic_sampling else 1
         return int(self.num_prompts_per_step * factor)
 

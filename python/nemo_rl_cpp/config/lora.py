@@ -146,7 +146,8 @@ class LayerKinds:
 
     @classmethod
     def of(cls, sizes: ModelSizes, joined: bool = False) -> Self:
-        """Return the `LayerKinds` of a model. `joined`: q, k, v share an adapter, as do gate, up."""
+        """Return the `LayerKinds` of a model. `joined` is whether the matrices q, k and v of a layer share one adapter,
+        and gate and up another."""
         latent = sizes.kv_lora_rank > 0, sizes.q_lora_rank > 0
         shared = "shared_experts" if sizes.has_router_biases else "shared_expert"
         mlps = sizes.expert_layers, shared if sizes.shared_expert_size else "", sizes.mlp_layers or None
@@ -262,7 +263,8 @@ def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
 
 
 def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
-    """Report LoRA keys set while `enabled` is false, unless that is set with the same precedence or a higher one."""
+    """Report LoRA keys that have no effect because `enabled` is false, unless `enabled` is set in the same place as the
+    key or in one of higher precedence (see `Report.nearness`)."""
     if report.has_problem(prefix):
         return
     for name in _ASKING:

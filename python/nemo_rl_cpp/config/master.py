@@ -289,7 +289,8 @@ WholeConfig = GRPOMasterConfig | PPOMasterConfig | DistillationMasterConfig | SF
 
 
 def master_of(config: object) -> type[TrainMasterConfig]:
-    """Return the class of a training run's configuration; of a mapping, the class whose loop is one of its sections."""
+    """Return the class of a training run's configuration. For a mapping, the section of a training loop that it
+    contains (`ppo`, `distillation` or `sft`) determines the class; without one, it is GRPOMasterConfig."""
     if isinstance(config, TrainMasterConfig):
         return type(config)
     sections = config if isinstance(config, Mapping) else ()

@@ -217,7 +217,8 @@ class TrainedModelConfig(Section):
 
     @property
     def freezes_routers(self) -> bool:
-        """megatron_cfg.freeze_moe_router; False if megatron_cfg is disabled."""
+        """Whether the routers of experts are frozen: megatron_cfg.freeze_moe_router, or False if megatron_cfg is
+        disabled."""
         return self.megatron_cfg.enabled and self.megatron_cfg.freeze_moe_router
 
     def effective_optimizer(self) -> OptimizerSettings:

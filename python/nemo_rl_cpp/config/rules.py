@@ -40,8 +40,9 @@ _GYM_SWITCHES = ("should_use_nemo_gym", "should_log_nemo_gym_responses", "should
 
 
 def sound_environments(env: EnvConfigs, report: Report) -> bool:
-    """Report mistakes in the section `env`, and NeMo RL's switch for a reward model, since another environment would
-    score the responses unnoticed. Return whether there are none, so that other rules may read the section."""
+    """Report mistakes in the section `env`, among them NeMo RL's switch for a reward model: if it were ignored, another
+    environment would score the responses. Return whether the section has no mistakes, so that other rules may read
+    it."""
     model = env.get("reward_model")
     if isinstance(model, dict) and model.get("enabled"):
         instead = "write an environment (register_env) or a reward function (env.reward_functions) that asks it"
@@ -141,8 +142,9 @@ def _check_kl(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> Non
 
 
 def _check_force_on_policy(config: TrainMasterConfig, report: Report) -> None:
-    """Report force_on_policy_ratio if a batch has several optimizer steps, of which only the first has a true ratio of
-    1, and use_kl_in_reward if it skips the old policy's log-probabilities, which the KL penalty needs."""
+    """Report force_on_policy_ratio if a batch has several optimizer steps, because the ratio is truly 1 only in the
+    first. Report use_kl_in_reward if force_on_policy_ratio skips the old policy's log-probabilities, from which the KL
+    penalty is computed."""
     loss, loop, name = config.loss_fn, config.loop, config.algorithm
     if not loss.force_on_policy_ratio:
         return
@@ -192,7 +194,8 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
 
 
 def _not_read(report: Report, key: str, beside: str) -> None:
-    """Report that `key` has no effect with the setting `beside`, unless only a parent file sets `key`."""
+    """Report that `key` has no effect with the setting `beside`, unless `key` is set only in a parent file, which may
+    serve other runs."""
     if report.nearness(key) >= 2:
         report.add(key, f"has no effect with {beside}: leave it out")
 
@@ -286,7 +289,8 @@ def _check_run(config: TrainMasterConfig, report: Report) -> None:
 
 
 def _check_loaders(config: TrainMasterConfig, report: Report) -> None:
-    """Report keys that do not fit one data loader, or with `data.use_multiple_dataloader` several."""
+    """Report keys that have no effect, or an invalid value, with the number of data loaders: one, or with
+    `data.use_multiple_dataloader` one per dataset."""
     data, name, several = config.data, config.algorithm, "data.use_multiple_dataloader"
     if not data.use_multiple_dataloader:
         for key in ("num_prompts_per_dataloader", "custom_dataloader"):

@@ -227,8 +227,8 @@ _OF_A_TYPE = ("dtype", "precision", "kv_cache_dtype")
 def check_engine(
     generation: GenerationConfig, name: str, report: Report, overrides: Mapping[str, object] | None = None
 ) -> None:
-    """Report engine settings in `generation`, the section `name`, that would change results: quantisation, and changes
-    to the model other than `overrides`, policy.hf_config_overrides."""
+    """Report engine settings that would change the results of generation: quantisation, and overrides of the model's
+    config.json that differ from `overrides` (policy.hf_config_overrides). `name` is the dotted key of `generation`."""
     found = {f"vllm_cfg.{key}": getattr(generation.vllm_cfg, key) for key in ("precision", "kv_cache_dtype")}
     found = {key: value for key, value in found.items() if value not in _PRECISIONS}
     for engine in ("vllm_kwargs", "sglang_cfg", "trtllm_cfg", "dynamo_cfg"):
@@ -299,7 +299,8 @@ def check_engines(config: TrainMasterConfig, report: Report) -> None:
 
 def balance_wanted(model: TrainedModelConfig, router: str | None = None) -> Iterator[tuple[str, str]]:
     """Yield (key, message) for each key that requests a method of balancing the experts' load which this model does not
-    support. `router`: its routers in the native core, "softmax" or "sigmoid"; None: another backend."""
+    support. `router` is the kind of the model's routers, "softmax" or "sigmoid", or None if the native core does not
+    run the model."""
     megatron = model.megatron_cfg
     if not megatron.enabled:
         return

@@ -55,8 +55,8 @@ def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: 
 
 
 def end_token_ids_of_tokenizer(tokenizer: TokenizerType | None) -> list[int]:
-    """Return the ids of a tokenizer's end tokens: those that the model files in its folder list, if any, otherwise its
-    own one. Return [] if `tokenizer` is None."""
+    """Return the ids of a tokenizer's end tokens: those that the model files in its folder list, or if there are none,
+    the tokenizer's own `eos_token_id`. Return [] if `tokenizer` is None."""
     own = getattr(tokenizer, "eos_token_id", None)
     return list(getattr(tokenizer, "eos_token_ids", None) or ([] if own is None else [own]))
 

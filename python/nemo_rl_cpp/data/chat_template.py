@@ -102,7 +102,8 @@ def render_chat_template(
 
 
 def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
-    """Return copies of the messages with plain values, without None, with reasoning under the keys templates read."""
+    """Return copies of the messages for a chat template: with values of JSON types, without keys whose value is None,
+    and with the reasoning under both names that templates read, `thinking` and `reasoning_content`."""
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
         raise ChatTemplateError(f"a conversation is a list of {{'role', 'content'}}, not {type(messages).__name__}")
     seen = []
@@ -144,10 +145,10 @@ def choose_template(value: object, own: str | Mapping[str, str] | None, key: str
     """Return the template that `value` of the configuration key `key` selects. `own` is the tokenizer's template, or
     its named templates.
 
-    None selects `PASSTHROUGH`, and "default" the tokenizer's template. A string with `{{` or `{%` is itself a template.
-    A name selects one of the named templates. A path is read; a .json file must have the entry `chat_template`. Raise
-    FileNotFoundError for a missing file, and ChatTemplateError for a template without `messages` and any other
-    value."""
+    None selects `PASSTHROUGH`, which joins the contents of the messages, and "default" the tokenizer's template. A
+    string with `{{` or `{%` is itself a template. A name selects one of the named templates. A path is read; a .json
+    file must have the entry `chat_template`. Raise FileNotFoundError for a missing file, and ChatTemplateError for any
+    other value or for a template that does not use `messages`."""
     if value is None:
         return PASSTHROUGH
     if not isinstance(value, str):
@@ -276,9 +277,10 @@ def _content(message: Mapping[str, object]) -> str:
 
 
 def system_part(tokenizer: TokenizerType, messages: Messages, text: str) -> int:
-    """Return how many leading characters of `text` belong to the first message, the system's: the length of its
-    rendering alone, if `text` begins with it. Otherwise (the template rejects a system message alone or merges it into
-    the user's turn) return where its content ends in `text`, or 0."""
+    """Return how many leading characters of `text`, a rendered conversation, belong to its first message, the system
+    message. This is the length of that message rendered alone, if `text` begins with the result. If not (the template
+    rejects a lone system message, or merges it into the user's turn), return the position in `text` where the message's
+    content ends, or 0 if the content is missing."""
     try:
         alone = _apply(tokenizer, messages[:1], False, None, {})
     except ValueError:  # many templates reject a system message alone

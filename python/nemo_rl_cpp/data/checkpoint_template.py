@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 
 def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """Give `tokenizer` the chat template of the model in `folder`, or else, if it is a checkpoint
-    (`step_N/policy/weights`), the run's. Return notes, one sentence each. Raise ValueError if there is no template."""
+    """Give `tokenizer` a chat template: that of the model in `folder`, or if it has none and `folder` is in a
+    checkpoint (`step_N/policy/weights`), the template with which the run trained. Return notes for the user, one
+    sentence each. Raise ValueError if there is no template."""
     run, own = run_section(folder), tokenizer.chat_template
     where = "" if run is None else f"policy.tokenizer.chat_template of {_run_config(folder)}"
     used = _template_of_run(run, folder, own)
@@ -42,7 +43,8 @@ def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 
 def differences_from_run(folder: Path, section: TokenizerConfig) -> list[str]:
-    """Return a sentence for each key in which an evaluation's `tokenizer` differs from that of the checkpoint's run."""
+    """Return a sentence for each key in which `section`, the `tokenizer` of an evaluation, differs from
+    policy.tokenizer of the run that wrote the checkpoint `folder`."""
     run = run_section(folder) or {}
     remarks = []
     for key, default in (("chat_template", "default"), ("chat_template_kwargs", None)):
@@ -67,8 +69,9 @@ def run_section(folder: Path) -> dict[str, Any] | None:
 
 
 def _template_of_run(run: dict[str, Any] | None, folder: Path, own: Templates) -> Templates:
-    """Return the template with which the run (section `run`) trained, None without one. If it cannot be read, return
-    its configured value, or raise ValueError if `own`, the folder's template, is None."""
+    """Return the chat template with which a run trained (None: it had none); `run` is the run's section
+    policy.tokenizer. If the template cannot be read, return the configured value, or raise ValueError if `own`, the
+    folder's template, is None, too. Without a run, return `own`."""
     value = own if run is None else run.get("chat_template", "default")
     if run is None or value is None:
         return value

@@ -44,8 +44,9 @@ def _holds_objects(value: object) -> bool:
 
 
 def without_padding(row: Row) -> Row:
-    """Return a copy of the row without the null entries of mappings in its columns: structs of an Arrow column share
-    their keys, so other rows may set them. Null columns stay, and NaN, an empty cell, becomes null."""
+    """Return a copy of the row without the null entries of mappings in its columns: all structs of an Arrow column have
+    the same keys, so such an entry may only mean that another row has the key. Columns that are null stay, and NaN (an
+    empty cell) becomes null."""
     empty = {name for name, value in row.items() if isinstance(value, float) and math.isnan(value)}
     return {name: None if name in empty else _unpadded(value) for name, value in row.items()}
 
@@ -73,7 +74,7 @@ ChatMessage = dict[str, object]  # a message of a prompt: role, content, and fur
 
 def look_up(row: Mapping[str, object], key: str) -> object:
     """Return the value of the column `key`, or for a dotted key (`reward_model.ground_truth`) a value inside a column.
-    Raise ValueError, with the existing keys, if it does not exist."""
+    Raise ValueError, with the existing keys, if there is no such column or value."""
     if key in row:
         return row[key]
     value: object = row

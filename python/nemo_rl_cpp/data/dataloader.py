@@ -31,11 +31,12 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
 
 
 class StatefulDataLoader:
-    """A loader that yields batches of `batch_size` rows, in an order that depends only on seed and epoch, so its
-    position is two numbers, saved after every step. A resumed loader continues with the next rows, whatever the batch
-    size. `iter()` continues the unfinished epoch of a loaded state if it has a batch left, or begins the next.
-    `drop_last` skips an incomplete last batch. With `num_workers` > 0, that many threads tokenize the next batch
-    meanwhile; then the result of a processor must not depend on its earlier calls."""
+    """A loader that yields batches of `batch_size` rows, in an order that depends only on seed and epoch. The position
+    in the data is therefore two numbers (epoch and row), which are saved after every step. A resumed loader continues
+    with the next rows, whatever the batch size. After a state was loaded, `iter()` continues the unfinished epoch if it
+    has a batch left; otherwise `iter()` begins the next epoch. `drop_last` skips an incomplete last batch. With
+    `num_workers` > 0, that many threads tokenize the next batch while the caller uses the current one; then the result
+    of a processor must not depend on its earlier calls."""
 
     def __init__(
         self, dataset: Indexed[DatumSpec], batch_size: int, shuffle: bool = False,

@@ -18,7 +18,7 @@ Row = dict[str, object]  # a row of a data set: column name -> value
 
 
 class Indexed(Protocol[T_co]):
-    """A sequence that supports only indexing and `len`: rows of a data set, or samples made from them."""
+    """A sequence that supports only indexing and `len`: the rows of a data set, or the samples made from its rows."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> T_co: ...

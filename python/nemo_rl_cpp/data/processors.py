@@ -39,8 +39,8 @@ PromptMaker = Callable[[Row, TaskDataSpec, TokenizerType], Prompt]
 def _datum(
     make: PromptMaker, row: Row, spec: TaskDataSpec, tokenizer: TokenizerType, limit: int | None, idx: int
 ) -> DatumSpec:
-    """Return the DatumSpec of a row. A prompt of `limit` tokens or more leaves no room for a response, so it is cut to
-    a few tokens and masked; `length` counts all of its tokens."""
+    """Return the DatumSpec of a row. A prompt of `limit` tokens or more leaves no room for a response, so each message
+    is cut to a few tokens, and `loss_multiplier` is 0; `length` counts all of its tokens."""
     import torch
 
     try:
@@ -68,7 +68,8 @@ PROMPT_MAKERS: dict[Callable[..., DatumSpec], PromptMaker] = {}
 
 
 def _processor(make: PromptMaker) -> TaskDataProcessFnCallable:
-    """Return, and register under `make`'s name, a processor whose prompts the function `make` makes."""
+    """Return a processor, a function from a row to a DatumSpec, that takes the prompt of each row from `make`. Register
+    it under the name of `make`."""
 
     @wraps(make)
     def process(
@@ -108,8 +109,8 @@ def fill_prompt(prompt: str, question: str) -> str:
 @lru_cache(maxsize=64)
 def split_prompt(prompt: str) -> tuple[str, str]:
     """Return the text before and after the placeholder `{}` of a prompt file. If all other braces are doubled, the text
-    is parsed as by `str.format`; otherwise they are literal, and the argument of a LaTeX command is no placeholder.
-    Raise ValueError, which quotes the line, unless there is exactly one."""
+    is parsed as by `str.format`; otherwise braces are literal, and the `{}` after a LaTeX command is no placeholder.
+    Raise ValueError, which quotes the line, unless there is exactly one placeholder."""
     tokens = [(found.start(), found[0]) for found in _TOKEN.finditer(prompt)]
     places = [(start, token) for start, token in tokens if token in ("{}", "{0}")]
     formatted = all(token in ("{{", "}}", "{}", "{0}") for _, token in tokens) and len(places) <= 1
@@ -186,7 +187,8 @@ def math_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) 
 
 
 def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessage], dict[str, object]]:
-    """Return (messages of the prompt, data for the environment) of a row. A prompt file replaces the last question."""
+    """Return (messages of the prompt, data for the environment) of a row. If the task has a prompt file, its text, with
+    the question in place of `{}`, replaces the last user message."""
     messages, truth = split_conversation(_column(row, "messages", processor))
     if spec.prompt:
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")
@@ -206,8 +208,9 @@ def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerTyp
 
 @_processor
 def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Convert a row {"messages": [question, answer]} to plain text to continue: the system prompt, then the prompt file
-    with the question. For base models and few-shot tasks; responses end at the row's "stop_strings"."""
+    """Convert a row {"messages": [question, answer]} to plain text that the model continues: the system prompt,
+    followed by the question, which the prompt file may surround with text. For base models and few-shot tasks;
+    responses end at the row's "stop_strings"."""
     messages, info = _asked(row, spec, "raw_completion_data_processor")
     if len(messages) > 1:
         roles = ", ".join(str(message["role"]) for message in messages)
@@ -220,7 +223,8 @@ def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: Token
 @_processor
 def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
     """Convert a row {"messages"} to a prompt for agents, which call the policy themselves. The environment gets
-    `messages`, with the system prompt; the prompt's text, their contents joined by newlines, is not read."""
+    `messages`, with the system prompt; the prompt's own text, the contents of these messages joined by newlines, is not
+    used."""
     messages, info = _asked(row, spec, "agent_data_processor")
     messages = _with_system(messages, spec)
     text = "\n".join(str(message["content"]) for message in messages)
@@ -247,9 +251,10 @@ def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerT
 
 @_processor
 def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Convert a row {"messages"} to a conversation on whose assistant messages the model is trained. Each gives two
-    entries: a user entry (not trained) with the conversation since the previous assistant message, and an assistant
-    entry (trained) that includes the template's end of the turn. The last entry ends with the end token."""
+    """Convert a row {"messages"} to a conversation on whose assistant messages the model is trained. Each assistant
+    message gives two entries of the prompt: a user entry (not trained) with the conversation since the previous
+    assistant message, and an assistant entry (trained) that includes the template's end of the turn. The last entry
+    ends with the end token."""
     messages, info = _asked(row, spec, "sft_processor")
     answer = info["ground_truth"]
     if not isinstance(answer, str) or not answer:

@@ -20,8 +20,8 @@ def permutation(count: int, seed: int, epoch: int) -> list[int]:
 
 
 class Draws:
-    """Random numbers for one row of a data set, determined by (seed, key). `below(n)` is uniform in 0..n-1 (bias under
-    2**-50 for n below 2**14)."""
+    """A sequence of random numbers for one row of a data set, determined by `seed` and `key`. `below(n)` returns the
+    next number, uniform in 0..n-1 (bias under 2**-50 for n below 2**14)."""
 
     def __init__(self, seed: int, *key: int):
         self._seed, self._key, self._turn = seed, key, 0
@@ -44,6 +44,7 @@ class Draws:
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Return whether a question belongs to the validation set, the share `fraction` of all. It depends only on the
-    question, so that no seed, size or order can put the question into both training and validation."""
+    """Return whether the question `text` belongs to the validation set, which gets about the share `fraction` of all
+    questions. The result depends only on the text and `fraction`, so that no seed, size or order can put a question
+    into both training and validation."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") < fraction * 2**64

@@ -98,7 +98,8 @@ _LONGEST_CHARACTER = 4  # bytes of UTF-8; a character has at most as many tokens
 def text_of(
     tokenizer: TokenizerType, token_ids: Sequence[int], before: Sequence[int] = (), skip_special: bool = True
 ) -> str:
-    """Return the text that `token_ids` add to the tokens `before`: the joined output of a `TextStream`."""
+    """Return the text that the tokens `token_ids` add when they follow the tokens `before`. With `skip_special`,
+    special tokens add no text."""
     decode = _decoder(tokenizer, skip_special)
     context, unfinished = _context(decode, _spelling(tokenizer), before)
     return decode([*context, *unfinished, *token_ids])[len(decode(context)) :] if token_ids else ""
@@ -109,7 +110,7 @@ class TextStream:
 
     The text of a token is returned as soon as no later token can change it: its characters are complete, and it cannot
     be the start of a stop string. The text ends before the first stop string, or after it with `keep_stop`. `before`
-    are the prompt's ids. With `skip_special`, special tokens add no text, except those in `kept`."""
+    are the prompt's ids. With `skip_special`, special tokens add no text, except those whose spelling is in `kept`."""
 
     def __init__(
         self, tokenizer: TokenizerType, before: Sequence[int] = (), *, stops: tuple[str, ...] = (), keep_stop: bool = False,
@@ -130,7 +131,8 @@ class TextStream:
         self._stopped = False
 
     def push(self, token_ids: Sequence[int], last: bool = False) -> list[str]:
-        """Add the response's next tokens. Return the texts of those that have become final; with `last`, of all."""
+        """Add the response's next tokens. Return the texts of the tokens, from these or earlier calls, that have become
+        final; with `last` (the response has ended), of all remaining tokens."""
         for token in token_ids:
             if not self._is_skipped(token):
                 self._window.append(token)
@@ -150,7 +152,8 @@ class TextStream:
         return text not in self._kept and text != self._without_special([token])
 
     def _settle(self, text: str) -> None:
-        """Append to `_held` the text of each token in `_waiting`, a part of `text`, which is decoded from `_window`."""
+        """Append to `_held` the text that each token in `_waiting` adds. `text` is the decoded text of all tokens in
+        `_window`."""
         known = len(self._known)
         for end in self._waiting:
             until = text if end == len(self._window) else self._decode(self._window[:end])

@@ -134,7 +134,8 @@ class Tokenizer(tokenizer_settings.SpecialTokens):
         return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
     def convert_ids_to_tokens(self, ids: int | Iterable[int]) -> str | list[str | None] | None:
-        """Return the tokens with these ids as the vocabulary spells them, where another character may be the space."""
+        """Return the tokens with these ids as the vocabulary spells them, which may write a space as another
+        character."""
         spelling = self.backend_tokenizer.id_to_token
         return spelling(ids) if isinstance(ids, int) else [spelling(i) for i in _as_ids(ids)]
 
@@ -152,8 +153,8 @@ class Tokenizer(tokenizer_settings.SpecialTokens):
     def __call__(
         self, text: str | Sequence[str], *, add_special_tokens: bool = True, return_tensors: str | None = None
     ) -> Encoding:
-        """Return the ids of one or several texts as lists, or with `return_tensors="pt"` as int64 [B, S]. Without
-        padding, texts of different lengths raise ValueError as a tensor."""
+        """Return the ids of one or several texts as lists, or with `return_tensors="pt"` as int64 [B, S]. Raise
+        ValueError if a tensor is requested for texts of different lengths, because texts are not padded."""
         if return_tensors not in (None, "pt"):
             raise ValueError(f"return_tensors must be None or 'pt', got {return_tensors!r}")
         texts = [text] if isinstance(text, str) else list(text)

@@ -33,8 +33,10 @@ def token_text(token: str | Mapping[str, Any] | None) -> str | None:
 
 
 def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
-    """Return the settings of tokenizer_config.json. If they lack `added_tokens_decoder`, special_tokens_map.json takes
-    precedence, and added_tokens.json adds tokens outside `own_ids`. chat_template.jinja is the `chat_template`."""
+    """Return the settings of tokenizer_config.json. If they lack `added_tokens_decoder`, as in older folders,
+    special_tokens_map.json takes precedence over them, and `added_tokens_decoder` is made from the tokens of
+    added_tokens.json whose ids are not in `own_ids`. If chat_template.jinja exists, its text is the setting
+    `chat_template`."""
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
         _take_special_tokens_map(settings, read_json(folder / "special_tokens_map.json"))
@@ -92,8 +94,9 @@ _OVERRULES = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # their fo
 
 
 def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Return transformers 5's tokenizer class for a folder: the one that tokenizer_config.json (`settings`) or
-    config.json (`config`) names. Without a name, and for model types in `_OVERRULES`, it is the `model_type`'s."""
+    """Return the name of the tokenizer class that transformers 5 uses for a folder: `tokenizer_class` of
+    tokenizer_config.json (`settings`) or else of config.json (`config`). If neither names a class, or the model type is
+    in `_OVERRULES`, the `model_type` in config.json determines the class."""
     kind = config.get("model_type")
     of_model = next((name for name, kinds in _OF_MODELS.items() if kind in kinds), None)
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")
@@ -101,8 +104,9 @@ def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | 
 
 
 def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
-    """Apply tokenizer_config.json's `split_special_tokens` and, as the class `tokenizer_class` does, `add_prefix_space`
-    and `legacy` to `backend`. For unknown classes the pipeline of tokenizer.json is kept."""
+    """Change `backend` to follow the settings of tokenizer_config.json: `split_special_tokens`, and if the class
+    `tokenizer_class` uses them, `add_prefix_space` and `legacy`. For other classes the pipeline of tokenizer.json stays
+    unchanged."""
     backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
     name = str(settings.get("tokenizer_class")).removesuffix("Fast")
     prefix = settings.get("add_prefix_space")
@@ -154,7 +158,8 @@ class SpecialTokens:
         self._declare_special_tokens([config.get(name) for name in NAMED_TOKENS])
 
     def _add_listed_tokens(self, listed: Mapping[str, Mapping[str, object]]) -> None:
-        """Add the tokens of `added_tokens_decoder` that tokenizer.json lacks. Warn of ids other than listed."""
+        """Add the tokens of `added_tokens_decoder` that tokenizer.json lacks. Warn if a token gets another id than the
+        one listed there."""
         tokens = {int(index): _added_token(token) for index, token in listed.items()}
         present = {repr(token) for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         self.backend_tokenizer.add_tokens([token for _, token in sorted(tokens.items()) if repr(token) not in present])
@@ -165,8 +170,8 @@ class SpecialTokens:
                 warnings.warn(f"{text}; make the files agree", stacklevel=4)
 
     def _declare_special_tokens(self, named: Iterable[object] = ()) -> None:
-        """Declare all special tokens that the settings name. Their flags (such as `lstrip`) are those in
-        `added_tokens_decoder`, or for tokens that tokenizer.json lacks those in `named`."""
+        """Register all tokens that the settings name as special. Their flags (such as `lstrip`) are those in
+        `added_tokens_decoder`; `named` holds the flags of tokens that are neither there nor in tokenizer.json."""
         added = {token.content: token.special for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         wanted = [t for t in [*self._named.values(), *self._additional] if t is not None and not added.get(t)]
         flagged = {token_text(token): token for token in named if isinstance(token, Mapping)}

@@ -42,7 +42,8 @@ def import_tracker(package: str) -> ModuleType:
 
 
 class TrackerLogger(LoggerInterface):
-    """A backend that logs through an experiment tracker's package. A subclass for numbers alone overrides `send`."""
+    """A backend that logs through an experiment tracker's package. A subclass whose tracker logs only numbers overrides
+    `send`; others override `log_metrics`."""
 
     package = staticmethod(import_tracker)
     name: str  # the name of the Python package
@@ -162,8 +163,9 @@ class WandbLogger(InitTracker):
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """Add `metrics` to the row of `step` in W&B, with names `prefix/name`; if they contain `step_metric`, their own
-        x axis, to the current row. W&B sends the row if `step_finished`, or when a later step begins."""
+        """Add `metrics`, under the names `prefix/name`, to the row of `step` in W&B. Metrics that contain
+        `step_metric`, an x axis of their own, are added to the current row instead. W&B sends the row if
+        `step_finished`, or when a later step begins."""
         row = {self.accepted(name): to_plain(value) for name, value in prefixed(metrics, prefix, step_metric).items()}
         if step_metric and (step_metric in metrics or step_metric in row):
             self.run.log(row, commit=False)
@@ -237,7 +239,8 @@ class MLflowLogger(TrackerLogger):
             self._tracker.set_tracking_uri(theirs)
 
     def _use(self, run: "ActiveRun", step: int | None) -> None:
-        """Log to `run` from now on. `step`: where the training run resumes; None for a new MLflow run."""
+        """Log to `run` from now on. `step` is the step from which the training run resumes, or None if the MLflow run
+        is new."""
         self.run_id, self._experiment, self._resumed_step = run.info.run_id, run.info.experiment_id, step
         self._id_file.write_text(str(self.run_id))
 
@@ -263,8 +266,8 @@ class MLflowLogger(TrackerLogger):
         return {key: value for key, name in cls.variables.items() if (value := os.getenv(name))} | cls.given(cfg)
 
     def numbers(self, metrics: Metrics, prefix: str, step_metric: str | None) -> dict[str, float]:
-        """Return {name in MLflow: number}: each number, and of each list of numbers mean, p50, p90 and max. `prefix` is
-        that of `log_metrics`; `step_metric` is ignored."""
+        """Return {name in MLflow: number}: the metrics that are numbers, and mean, p50, p90 and max of each list of
+        numbers. `prefix` is that of `log_metrics`; `step_metric` is ignored."""
         row: dict[str, float] = {}
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
             number = scalar_of(value)

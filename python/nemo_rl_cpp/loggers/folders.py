@@ -125,9 +125,10 @@ HYPERPARAMS = "hyperparams.json"
 
 
 class JsonlLogger(LoggerInterface):
-    """A backend that writes one sorted line per call, `{"step": 3, "train/loss": 0.1, ...}`, to metrics.jsonl, or with
-    an own x axis (`step_metric`) to system.jsonl. Each line is one write, so a kill leaves at most an incomplete last
-    line, which readers skip. If the disk is full, lines wait in memory for the next."""
+    """A backend that writes one sorted line per call, `{"step": 3, "train/loss": 0.1, ...}`, to metrics.jsonl, or to
+    system.jsonl if the metrics have an x axis of their own (`step_metric`). Each line is one write, so a kill leaves at
+    most an incomplete last line, which readers skip. If the disk is full, lines wait in memory until a later write
+    succeeds."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir

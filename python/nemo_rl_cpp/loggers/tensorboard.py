@@ -61,7 +61,8 @@ class TensorboardLogger(LoggerInterface):
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """Append each number as a float32 scalar, clamped if finite. Skip other values, with one message per name."""
+        """Append each number as a float32 scalar, clamped to the range of float32 if finite. Skip other values, and
+        print one message per name of a skipped metric (none for strings)."""
         limit = float(np.finfo(np.float32).max)
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
             number = scalar_of(value)

@@ -69,8 +69,8 @@ def reset_peak_rss() -> bool:
 
 @contextmanager
 def startup_objects_frozen() -> Iterator[None]:
-    """Exclude all existing objects from garbage collection in the `with` block: scanning several hundred thousand of
-    them takes 1 % of a small step. If the caller has already used `gc.freeze`, change nothing."""
+    """A context manager that excludes all existing objects from garbage collection, because scanning several hundred
+    thousand of them takes 1 % of a small step. If the caller has already used `gc.freeze`, change nothing."""
     mine = gc.get_freeze_count() == 0
     if mine:
         gc.freeze()
@@ -82,9 +82,9 @@ def startup_objects_frozen() -> Iterator[None]:
 
 
 class PhaseMemory:
-    """An observer that measures peak memory of the whole run and per phase, the outermost stages of
-    `timer.subscribe(PhaseMemory())`. If the system cannot reset the peak, a phase reports the memory in use at its
-    end."""
+    """An observer, `timer.subscribe(PhaseMemory())`, that measures the peak memory of the whole run and of each phase.
+    The phases are the timer's outermost stages, such as generation. If the system cannot reset its record of the peak,
+    the value of a phase is the memory in use at its end."""
 
     def __init__(self) -> None:
         self.peak_bytes: dict[str, int] = {}
@@ -117,7 +117,8 @@ class PhaseMemory:
         return metrics
 
     def _fold(self) -> int:
-        """Return the peak in bytes since the last call, and begin a new measurement. The run's peak includes it."""
+        """Return the peak in bytes since the last call, and begin a new measurement. Raise the run's peak to this value
+        if it is larger."""
         peak = peak_rss_bytes()
         self._run_peak = max(self._run_peak, peak)
         if self._can_reset:

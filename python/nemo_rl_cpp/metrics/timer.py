@@ -25,7 +25,8 @@ class Timer:
         self._observers: list[object] = []
 
     def record(self, label: str, elapsed: float) -> None:
-        """Add `elapsed` seconds that the caller measured to `label`; not counted in `accounted_share`."""
+        """Add `elapsed` seconds that the caller measured to the time of `label`. This method does not change
+        `accounted_share`, which counts only stages of `time`."""
         with self._lock:
             self._times[label] = self._times.get(label, 0.0) + elapsed
 
@@ -75,8 +76,8 @@ class Timer:
         return metrics
 
     def subscribe(self, observer: object) -> None:
-        """Call `observer.stage_started(label, depth)` and `.stage_stopped(label, depth)`, if it has them, for each
-        stage.
+        """Call the observer's methods `stage_started(label, depth)` and `stage_stopped(label, depth)`, if they exist,
+        at the beginning and the end of each stage.
 
         `depth` is the number of enclosing stages, not counting the step, so an outermost stage has depth 0."""
         self._observers.append(observer)

@@ -77,8 +77,8 @@ class ListDataset:
         return ListDataset(rows)
 
     def train_test_split(self, test_size: float | int, seed: int = 42) -> dict[str, ListDataset]:
-        """Return {"train": rows, "test": rows}. `test` has `test_size` rows, or that fraction, rounded up, drawn by
-        `seed`. Raise ValueError if either part is empty."""
+        """Return {"train": rows, "test": rows}. `test` has `test_size` rows, or that fraction, rounded up; `seed`
+        determines which. Raise ValueError if either part is empty."""
         count = test_size if isinstance(test_size, int) else math.ceil(test_size * len(self))
         if not 0 < count < len(self):
             parts = f"{len(self) - count} rows to train on and {count} to validate with"
@@ -343,8 +343,8 @@ def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "
 
 
 def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
-    """Return one data set with the rows of all `datasets`. It is a `datasets.Dataset` if all are and have the same
-    columns, and a `ListDataset` if all are."""
+    """Return one data set with the rows of all `datasets`. The result is a `datasets.Dataset` if all `datasets` are of
+    this type and have the same columns, a `ListDataset` if all are of that type, and otherwise a `ChainedDataset`."""
     if len(datasets) == 1:
         return datasets[0]
     if all(isinstance(dataset, ListDataset) for dataset in datasets):

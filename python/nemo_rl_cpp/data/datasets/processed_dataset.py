@@ -43,7 +43,8 @@ class RawDataset:
     eval_split: str | None = None  # the split that an evaluation uses if the configuration names none
 
     def split_train_validation(self, test_size: float | int, seed: int) -> None:
-        """Move `test_size` rows (a count, or a fraction; 0: none), drawn by `seed`, from `dataset` to `val_dataset`."""
+        """Move `test_size` random rows (a count, or a fraction; 0: none), which `seed` determines, from `dataset` to
+        `val_dataset`."""
         if test_size and test_size > 0:
             split = self.dataset.train_test_split(test_size=test_size, seed=seed)
             self.dataset, self.val_dataset = split["train"], split["test"]
@@ -73,11 +74,12 @@ class RawDataset:
 
 @dataclass(eq=False, repr=False)
 class AllTaskProcessedDataset:
-    """A data set of processed rows: `dataset[i]` is the DatumSpec of row i. `task_data_processors` is one processor for
-    all rows, with the specification `default_task_data_spec`, or a mapping (perhaps a defaultdict) from the row's
-    "task_name" to (specification, processor), whose missing prompts are the default's. `task_data_preprocessors` is a
-    function that changes a row before, or task name -> function. The processor truncates and masks a prompt at
-    `max_seq_length` tokens (None: no limit).
+    """A data set of processed rows: `dataset[i]` is the DatumSpec of row i. A processor is a function from a row to a
+    DatumSpec; it needs a specification (`TaskDataSpec`). `task_data_processors` is one processor for all rows, with the
+    specification `default_task_data_spec`, or a mapping (perhaps a defaultdict) from the row's "task_name" to
+    (specification, processor); prompts that such a specification lacks are taken from the default one.
+    `task_data_preprocessors` is a function that changes a row before it is processed, or a mapping from task names to
+    such functions. The processor truncates and masks a prompt at `max_seq_length` tokens (None: no limit).
 
     Reading the first row of each task raises AssertionError if the row begins with two BOS tokens."""
 

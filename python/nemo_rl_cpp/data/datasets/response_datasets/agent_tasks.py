@@ -29,8 +29,9 @@ def check_verifiers(what: str) -> None:
 
 @cache
 def tasks_of(taskset: str, limit: int | None = None) -> list[Task]:
-    """Return the first `limit` tasks of a task set, the JSON of a mapping with `id`. Raise ValueError if verifiers has
-    no such task set, or if it is endless and there is no limit."""
+    """Return the first `limit` tasks (None: all) of a task set of the package verifiers. `taskset` is the JSON text of
+    a mapping with the `id` of the task set and its settings. Raise ValueError if verifiers has no such task set, or if
+    it is endless and there is no limit."""
     check_verifiers("a task set")
     from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 

@@ -58,9 +58,10 @@ class GeneratedDataset(RawDataset, ABC):
     def few_shot(
         self, questions: Sequence[Q], shown: Sequence[Q], held_out: bool, num_samples: int | None, seed: int, what: str
     ) -> Iterator[tuple[Q, list[Q]]]:
-        """Yield (question, solved examples) for `num_samples` random `questions`. The examples are `num_shots`
-        different entries of `shown`, in training (not `held_out`) without the question itself: `shown` then has the
-        questions in the same order. `what` names the questions in errors."""
+        """Yield (question, list of `num_shots` solved examples) for `num_samples` random entries of `questions`. The
+        examples are different random entries of `shown`. For training (not `held_out`), `shown` must list the same
+        questions in the same order, so that a question is not among its own examples. `what` is the noun for the
+        questions in error messages."""
         for i, number in enumerate(self.pick(len(questions), num_samples, seed, what)):
             shots = Draws(seed, int(held_out), i).distinct(self.num_shots, len(shown), None if held_out else number)
             yield questions[number], [shown[s] for s in shots]

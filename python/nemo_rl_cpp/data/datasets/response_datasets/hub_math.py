@@ -12,8 +12,9 @@ from nemo_rl_cpp.data.interfaces import Row
 
 
 class HubSource(NamedTuple):
-    """A data set on the Hub. `question` and `answer` are each the name of a column, or a function of the row; for
-    multiple-choice questions `answer` returns (the options in display order, the index of the correct one)."""
+    """A data set on the Hub. `question` and `answer` each are the name of a column, or a function from the row to the
+    value; for multiple-choice questions `answer` returns (the options in display order, the index of the correct
+    one)."""
 
     repository: str
     question: str | Callable[[Row], str] = "problem"
@@ -78,8 +79,9 @@ SOURCES = {
 
 
 class HubDataset(RawDataset):
-    """A data set of `SOURCES`. `split` overrides the default split, and `repeat` repeats the rows, because small test
-    sets are noisy. `split_validation_size` and `seed` have the same meaning as in ResponseDataset."""
+    """A data set on the Hub, an entry of `SOURCES`. `split` and `repeat` override the values of this entry; `repeat` is
+    the number of times that each row occurs (above 1 for small test sets, whose scores are noisy).
+    `split_validation_size` and `seed` have the same meaning as in ResponseDataset."""
 
     def __init__(
         self, dataset_name: str, split: str | None = None, split_validation_size: float = 0, seed: int = 42,

@@ -69,7 +69,8 @@ class ResponseDataset(RawDataset):
         return formatted
 
     def format_data(self, data: Row) -> Row:
-        """Return a row as {"messages", "task_name"}, the answer last. Raise ValueError if a part is missing."""
+        """Return a row as {"messages", "task_name"}, with the answer as the last message. Raise ValueError if the
+        question or the answer is missing."""
         messages = conversation.conversation_of(conversation.look_up(data, self.input_key), self.input_key)
         answered = messages[-1]["role"] == "assistant"
         if answered and self._answers_inside:
@@ -86,7 +87,8 @@ class ResponseDataset(RawDataset):
 
 
 def _answer(value: object, key: str) -> object:
-    """Return an answer (of a conversation, its last message) as text, or None. Raise ValueError for NaN and inf."""
+    """Return an answer (for a conversation, the content of its last message) as text, or None. Raise ValueError for NaN
+    and inf."""
     last = value[-1] if conversation.is_list(value) and value else None
     if isinstance(last, Mapping) and last.get("role") == "assistant":
         value = last.get("content")

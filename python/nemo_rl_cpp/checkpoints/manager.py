@@ -103,8 +103,8 @@ class CheckpointManager:
         self, step: int, training_info: Mapping[str, object], run_config: Settings | None = None
     ) -> Iterator[Path]:
         """Yield the folder `tmp_step_N` with training_info.json and config.yaml, for the `with` block to fill. When the
-        block ends without an exception, seal and publish the folder, replacing an older `step_N`, and remove old
-        checkpoints.
+        block ends without an exception, write the folder's manifest, rename the folder to `step_N`, replacing an older
+        one, and remove old checkpoints.
 
         Raise FolderInUseError (a ValueError and a RuntimeError) if another process uses the same checkpoint_dir."""
         make_folder(self.checkpoint_dir, _KEY)
@@ -142,7 +142,8 @@ class CheckpointManager:
                 self._lock = None
 
     def _tidy_up(self, step: int, saved: Path) -> None:
-        """Write the status file and remove old checkpoints. Only warn of an OSError: the new checkpoint is safe."""
+        """Write the status file, which names the new checkpoint `saved`, and remove old checkpoints. An OSError only
+        causes a warning, because the new checkpoint is already safe."""
         status = json.dumps({"latest_step": step, "checkpoint": saved.name}, indent=1)
         for work in (lambda: durable.write_atomic(self.checkpoint_dir / _STATUS, status), self._thin_out):
             try:
@@ -179,8 +180,8 @@ class CheckpointManager:
     # ---------------------------------------------------------------- finding
 
     def get_latest_checkpoint_path(self) -> str | None:
-        """Return the folder of the newest complete checkpoint, with every SHA-256 verified, or None. Call `recover`
-        first; skip damaged checkpoints with a warning."""
+        """Run `recover`, then return the folder of the newest complete checkpoint whose files all have the SHA-256 in
+        its manifest, or None. Skip damaged checkpoints with a warning."""
         self.recover()
         for record in reversed(history(self.checkpoint_dir)):
             problem = self._problem(record.path)
@@ -190,7 +191,8 @@ class CheckpointManager:
         return None
 
     def _problem(self, folder: Path) -> str | None:
-        """Return what is wrong with a checkpoint's contents, or None. Only the first call reads all files."""
+        """Return what is wrong with the contents of a checkpoint's files, or None. The files are read at the first call
+        for a checkpoint; later calls return the same result."""
         try:
             key = (folder, (folder / durable.MANIFEST).stat().st_mtime_ns)
         except OSError as error:
@@ -227,8 +229,8 @@ class CheckpointManager:
     def get_resume_paths(
         last_checkpoint_path: Path | str | None, *, model_component: Literal["policy", "value"] = "policy"
     ) -> tuple[Path | None, Path | None]:
-        """Return (weights folder, optimizer folder) of a model in a checkpoint; (None, None) without one. If the
-        optimizer was not saved, its folder is None, with a warning."""
+        """Return (weights folder, optimizer folder) of a model in a checkpoint; (None, None) if `last_checkpoint_path`
+        is None. If the optimizer was not saved, its folder is None, with a warning."""
         if not last_checkpoint_path:
             return None, None
         component = Path(last_checkpoint_path) / model_component
@@ -245,10 +247,10 @@ class CheckpointManager:
     def recover(self) -> None:
         """Finish or remove what a crash during a save has left, and warn of each action.
 
-        A sealed `tmp_step_N` is published, an unsealed one removed. An `old_step_N` without `step_N` becomes it again.
-        A `step_N` whose files or sizes differ from its manifest becomes `corrupt_step_N`; one without a manifest, of
-        another program, stays until a save needs its name. Do nothing during a save, or in a folder that is locked or
-        read-only."""
+        A `tmp_step_N` whose files match its manifest becomes `step_N`; any other is removed. An `old_step_N` becomes
+        `step_N` again if that does not exist. A `step_N` whose files or sizes differ from its manifest becomes
+        `corrupt_step_N`. A `step_N` without a manifest was written by another program, and stays until a save needs its
+        name. Do nothing during a save, or in a folder that is locked or read-only."""
         if not self.checkpoint_dir.is_dir() or self._saving:
             return
         with ExitStack() as stack:
@@ -259,9 +261,9 @@ class CheckpointManager:
             _recover(self.checkpoint_dir)
 
     def _thin_out(self) -> None:
-        """Remove all checkpoints but the latest, the newest `ft_keep_latest_k`, and of the steps that are multiples of
-        `save_period` the `keep_top_k` (null: all) best by metric, newer first in a tie, those without it last. If both
-        keys are null, remove nothing."""
+        """Remove old checkpoints. Keep the latest, the newest `ft_keep_latest_k`, and the `keep_top_k` (null: all) with
+        the best metric among those whose step is a multiple of `save_period`. Of equal metrics the newer is better; a
+        checkpoint without the metric is worst. If both keys are null, remove nothing."""
         if self.config.keep_top_k is None and self.config.ft_keep_latest_k is None:
             return
         records = history(self.checkpoint_dir)
@@ -294,7 +296,8 @@ class CheckpointRecord(NamedTuple):
 
 
 def history(root: Path) -> list[CheckpointRecord]:
-    """Return every complete checkpoint in `root`, in order of steps: files and sizes match the manifest."""
+    """Return every complete checkpoint in `root` (all files exist, with the sizes in its manifest), in order of
+    steps."""
     return [
         CheckpointRecord(step, path, json.loads((path / TRAINING_INFO).read_text(encoding="utf-8")))
         for prefix, step, path in _folders(root)
@@ -303,7 +306,8 @@ def history(root: Path) -> list[CheckpointRecord]:
 
 
 def _folders(root: Path) -> list[tuple[str, int, Path]]:
-    """Return (prefix, step, path) of the checkpoint folders in `root`: `del_`, `tmp_`, `old_`, none, each by step."""
+    """Return (prefix, step, path) of each checkpoint folder in `root`, sorted by prefix (`del_`, `tmp_`, `old_`, and
+    last the empty one of complete checkpoints), then by step."""
     if not root.is_dir():
         return []
     order = {"del_": 0, "tmp_": 1, "old_": 2, "": 3}
@@ -338,8 +342,8 @@ def _recover(root: Path) -> None:
 
 
 def _recover_one(prefix: str, step: int, path: Path) -> str | None:
-    """Publish a complete tmp_step_N, rename old_step_N to step_N if there is none, and delete any other tmp_, old_ or
-    del_ folder. Return what was done. Called for tmp_step_N first, so that a newer step_N takes precedence."""
+    """Publish a complete tmp_step_N, rename old_step_N to step_N if step_N does not exist, and delete any other tmp_,
+    old_ or del_ folder. Return what was done. Called for tmp_step_N first, so that a newer step_N takes precedence."""
     target = path.with_name(f"step_{step}")
     if prefix == "tmp_" and not path.is_symlink() and durable.folder_problem(path, contents=True) is None:
         _publish(path)
@@ -377,7 +381,7 @@ def _remove(folder: Path) -> None:
 
 
 def _make_way(path: Path) -> None:
-    """Make `path` free for a new folder: delete a folder, set a file or link aside."""
+    """Make `path` free for a new folder: delete a folder; rename a file or link with the prefix `corrupt_`."""
     if path.is_dir() and not path.is_symlink():
         _delete(path)
     elif os.path.lexists(path):

@@ -107,9 +107,9 @@ class Cluster:
 
 class WorkerGroup:
     """A set of objects, one in each worker of a cluster, whose methods are called on all workers.
-    `remote_worker_builder` builds one from its worker's `Ranks`. Builder, arguments and results are pickled.
-    `tensor_size` tensor-parallel ranks hold slices of one model and process the same samples. Several groups may share
-    the workers."""
+    `remote_worker_builder`, called in each worker with the worker's `Ranks`, returns that worker's object. Builder,
+    arguments and results are pickled. `tensor_size` tensor-parallel ranks hold slices of one model and process the same
+    samples. Several groups may share the workers."""
 
     def __init__(
         self, cluster: Cluster, remote_worker_builder: Callable[[Ranks], object], tensor_size: int = 1
@@ -121,7 +121,8 @@ class WorkerGroup:
         self.call_all("__create__", remote_worker_builder)
 
     def first_of_groups(self, values: list) -> list:
-        """Return the values (one per worker) of each tensor-parallel group's first worker, which its others share."""
+        """Return, of `values` (one per worker), the value of the first worker of each tensor-parallel group. The other
+        workers of a group have the same value."""
         return values[:: self.tensor_size]
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: object) -> WorkerCall:
@@ -149,8 +150,9 @@ class WorkerGroup:
     def call_each(
         self, method_name: str, each: list[tuple], event: str, on_event: list[Callable[..., None] | None]
     ) -> list:
-        """Call a method on every worker with the arguments `each[rank]`, and return the results in rank order. Its
-        argument named `event` is a callback: a call of it by worker `rank` runs `on_event[rank]` in this process."""
+        """Call a method on every worker with the arguments `each[rank]`, and return the results in rank order. The
+        method also gets a callback as its argument named `event`; when worker `rank` calls it, `on_event[rank]` runs in
+        this process."""
         calls = []
         for rank, (args, told) in enumerate(zip(each, on_event)):
             listener = None if told is None else (event, told)

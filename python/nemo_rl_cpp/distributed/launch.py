@@ -68,8 +68,9 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> None:
-    """Raise ConfigError if the configuration does not fit the launch: another number of workers, restarts, which only
-    the launcher can do, separate engines, or an executor with which every rank would be a run."""
+    """Raise ConfigError if the configuration does not fit ranks that a launcher has started: if it sets another number
+    of workers, restarts of workers (only the launcher can restart them), separate workers for generation (`engines` >
+    0), or an executor that would make every rank a run of its own."""
     if cluster.executor not in ("processes", "auto"):
         text = (
             f"is {cluster.executor}, but {launch.size_variable} is {launch.size}, so every rank would be a run of its own: set it to auto or "
@@ -145,8 +146,9 @@ def meet(launch: Launch) -> Store:
 
 
 def listen(launch: Launch, store: Store) -> tuple[socket.socket, bytes]:
-    """Open the socket at which rank 0 accepts connections, and write its port to the store, and the secret by which
-    workers prove that they belong to the run, unless it is in the environment. Return (socket, secret)."""
+    """Open the socket at which rank 0 accepts connections, and write its port to the store. Return (socket, secret).
+    The secret, by which workers prove that they belong to the run, comes from the environment; if it has none, a new
+    one is written to the store."""
     listening = socket.create_server((socket.gethostbyname(launch.host), 0))
     if not os.environ.get(TOKEN):
         store.set("secret", secrets.token_hex(32))
@@ -398,7 +400,8 @@ class ProcessWorkers(Workers):
 
 
 def rendezvous_store(host: str, deadline: float) -> TCPStore:
-    """Return a TCP store on a free port of `host` for the ranks' rendezvous, with this timeout of each operation."""
+    """Return a TCP store on a free port of `host`, at which ranks meet. `deadline`: timeout of each operation in
+    seconds."""
     import torch.distributed as dist
 
     return dist.TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=deadline), wait_for_workers=False)

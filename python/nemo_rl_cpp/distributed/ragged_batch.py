@@ -105,7 +105,8 @@ class RaggedBatch(MutableMapping[str, Any]):
         return of_tokens.split(self.lengths.tolist())
 
     def of_samples(self, value: object, rows: list[int]) -> object:
-        """Return the entries of the samples `rows` of a tensor [B, ...] or a list; other values unchanged."""
+        """Return the entries of the samples `rows` if `value` is a tensor [B, ...] or a list; otherwise return
+        `value`."""
         if isinstance(value, Tensor) and value.dim() and len(value) == self.size:
             return value[torch.tensor(rows, dtype=torch.int64)]
         if isinstance(value, list) and len(value) == self.size:
@@ -248,7 +249,8 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return type(self)(selected)
 
     def slice(self, start: int, end: int) -> Self:
-        """Return the rows [start, end), which share storage. Raise ValueError if `end` exceeds a tensor's rows."""
+        """Return the rows [start, end). Their tensors are views of this batch's. Raise ValueError if `end` exceeds a
+        tensor's rows."""
         for key, value in self.data.items():
             if torch.is_tensor(value) and end > len(value):
                 raise ValueError(f"rows [{start}, {end}) were asked of '{key}', which has {len(value)} rows")

@@ -32,10 +32,11 @@ LEAST_GAIN = 0.05
 
 @dataclass(frozen=True)
 class GradientSums:
-    """Settings of how gradients are summed over ranks, all with bit-identical sums. With `beside`, they are summed
-    layer by layer while a backward pass still runs: the last of each gradient block if `sharded`, otherwise of the
-    batch. With `sharded`, which requires `beside`, each rank keeps its shard of the sums (ZeRO-2), and gradient blocks
-    (see `Ranks.blocks`) are assigned to ranks round-robin."""
+    """Settings of how gradients are summed over ranks; the sums have the same bits with all settings. With `beside`,
+    the gradients of each layer are summed while the backward pass of other layers still runs, in the last backward pass
+    of the global batch, or with `sharded` of each gradient block (a part of the global batch, see `Ranks.blocks`). With
+    `sharded`, which requires `beside`, each rank keeps only its shard of the sums (ZeRO-2), and gradient blocks are
+    assigned to ranks round-robin."""
 
     beside: bool = False
     sharded: bool = False
@@ -111,7 +112,8 @@ class Ranks:
         return int(every.min())
 
     def part(self, data: RaggedBatch) -> list[int]:
-        """Return the indices of the samples that this rank processes, for work that does not depend on the division."""
+        """Return the indices of the samples that this rank processes in work whose results do not depend on which rank
+        processes a sample, such as computing log-probabilities."""
         return deal(data, 0, data.size, self.size)[self.rank]
 
     def blocks(
@@ -219,7 +221,8 @@ def deal(
 
 
 def _groups_of(data: RaggedBatch, default: object = None) -> list[int]:
-    """Return the `group_id` of each sample, otherwise `default`, otherwise -1 (no group)."""
+    """Return the `group_id` of each sample; if the batch has none, `default` (a value per sample), or -1 if that is
+    None."""
     groups = data.samples.get("group_id", default)
     return [-1] * data.size if groups is None else torch.as_tensor(groups).tolist()
 
@@ -243,10 +246,10 @@ class Move(NamedTuple):
 
 
 def even_moves(units: Sequence[Sequence[tuple[list[int], int]]]) -> list[Move]:
-    """Return moves of samples between ranks that reduce the cost of the busiest rank. `units` are for each rank pairs
-    (samples that must stay together, their cost). Each move takes the pair from the busiest to the least busy rank that
-    makes the larger of their new costs smallest, if that gains LEAST_GAIN, a share of the busiest rank's cost. Every
-    rank computes the same moves."""
+    """Return moves of samples between ranks that reduce the cost of the busiest rank. `units[rank]` lists (samples that
+    must stay together, their cost). Each move goes from the busiest rank to the least busy one, and takes the unit
+    after which the larger of their two costs is smallest. Moves end when the next would reduce the busiest rank's cost
+    by less than the fraction LEAST_GAIN. Every rank computes the same moves."""
     left = [list(own) for own in units]
     load = [sum(cost for _, cost in own) for own in left]
     found: list[Move] = []
@@ -274,9 +277,9 @@ def prompt_lengths(data: RaggedBatch) -> list[int]:
 def generated_by(
     prompts: RaggedBatch, ranks: int, blocks: int | None, global_batch: int, in_turns: bool = False
 ) -> list[list[int]]:
-    """Return, for each of the `ranks` ranks, the rows of `prompts` that it responds to. Every `global_batch` rows are
-    divided into `blocks` gradient blocks, whose gradients are sums of their own (None: one per rank). Each rank gets
-    consecutive blocks, or with `in_turns` every `ranks`-th block."""
+    """Return, for each of the `ranks` ranks, the rows of `prompts` to which that rank generates the responses. Every
+    `global_batch` rows are divided into `blocks` gradient blocks, whose gradients are summed separately first (None:
+    one block per rank). Each rank gets consecutive blocks, or with `in_turns` every `ranks`-th block."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for begin in range(0, prompts.size, global_batch):
         dealt = deal(prompts, begin, min(prompts.size, begin + global_batch), blocks or ranks)
@@ -286,7 +289,8 @@ def generated_by(
 
 
 def _blocks_of(dealt: list[list[int]], rank: int, ranks: int, in_turns: bool) -> list[list[int]]:
-    """Return rank `rank`'s share of the gradient blocks `dealt`: round-robin with `in_turns`, otherwise consecutive."""
+    """Return the elements of `dealt`, one list of samples per gradient block, that belong to rank `rank` of `ranks`:
+    every `ranks`-th one with `in_turns`, otherwise consecutive ones."""
     each = len(dealt) // ranks
     return dealt[rank::ranks] if in_turns else dealt[rank * each : (rank + 1) * each]
 

@@ -81,7 +81,8 @@ def start_ray(cpus: int) -> bool:
 
 
 def hold_ray(cpus: int) -> ModuleType:
-    """Join or start a Ray cluster, and return the module `ray`. It runs until `let_ray_go` has been called as often."""
+    """Join or start a Ray cluster, and return the module `ray`. Each call needs one call of `let_ray_go`; Ray is not
+    shut down before the last of these."""
     with _lock:
         started = start_ray(cpus)
         _held["ours"] = started or (_held["ours"] and _held["holders"] > 0)
@@ -90,7 +91,8 @@ def hold_ray(cpus: int) -> ModuleType:
 
 
 def let_ray_go() -> None:
-    """End one use of Ray by `hold_ray`. After the last, shut Ray down, unless it ran before the first."""
+    """End one use of Ray that began with `hold_ray`. If it was the last one, shut Ray down, unless Ray already ran
+    before the first call of `hold_ray`."""
     with _lock:
         _held["holders"] -= 1
         if _held["holders"] == 0 and _held["ours"]:
@@ -99,14 +101,15 @@ def let_ray_go() -> None:
 
 
 def surroundings() -> tuple[str, dict[str, str]]:
-    """Return the working directory and the environment variables, but not variables of a machine or a process."""
+    """Return (working directory, {name: value} of the environment variables), without variables that only concern this
+    machine (such as PATH) or this process (such as RAY_...)."""
     kept = {name for name in os.environ if name not in _OF_A_MACHINE and not name.startswith(_OF_A_PROCESS)}
     return os.getcwd(), {name: os.environ[name] for name in sorted(kept)}
 
 
 def enter(folder: str, variables: Mapping[str, str]) -> None:
-    """Apply the run's `surroundings` in an actor. Variables that Ray's `runtime_env` sets keep their values. If the
-    node lacks the folder, print a warning and stay in the current one."""
+    """Apply a run's working directory `folder` and environment `variables` in a Ray actor. Variables that Ray's
+    `runtime_env` sets keep their values. If the node lacks the folder, print a warning and stay in the current one."""
     given = ray_module().get_runtime_context().runtime_env.get("env_vars", {})
     os.environ.update({name: value for name, value in variables.items() if name not in given})
     try:

@@ -51,8 +51,9 @@ class WorkerObjects:
         self, target: int, method: str, payload: bytes, event: str | None = None, tell: Callable | None = None
     ) -> Answer:
         """Call `method` of object number `target` with `payload`, the pickled (args, kwargs), and return its value or
-        its error. An attribute that cannot be called is returned. `__create__` makes the object instead: args[0] builds
-        it from the ranks. The method gets the callback `tell` as its argument `event`, if that is not None."""
+        its error. If `method` names an attribute that cannot be called, return the attribute. The name `__create__`
+        creates object number `target` instead, as args[0](ranks). Unless `event` is None, the method also gets the
+        callback `tell` as its argument named `event`."""
 
         def make() -> object:
             args, kwargs = pickle.loads(payload)

@@ -28,7 +28,8 @@ class OtherRankFailedError(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """A worker's answer: a value, or an error with its traceback and, for user code, the sentence `told` to show."""
+    """A worker's answer to a call: the value, or the error with its traceback `trace`. If code of the user raised the
+    error, `told` is the sentence to show to the user."""
 
     value: object = None
     error: BaseException | None = None
@@ -37,8 +38,8 @@ class Answer(NamedTuple):
 
 
 class Future:
-    """The result of a call that may still be running. `error` is the exception that it raised, or None; `done()`
-    returns whether it has ended, `wait(seconds)` whether it ends in that time."""
+    """The result of a call that may still be running. `error` is the exception that the call raised, or None. `done()`
+    returns whether the call has ended; `wait(seconds)` waits up to that time, and returns the same."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -77,8 +78,9 @@ def is_done(result: object) -> bool:
 
 
 def as_raised(error: BaseException) -> BaseException:
-    """Return the exception that a Ray actor raised, without Ray's wrapper, with the actor's traceback as a note. If
-    user code raised it, its message is the actor's sentence for the user. Return other exceptions unchanged."""
+    """Return the exception that a Ray actor raised, without Ray's wrapper, with the actor's traceback as a note. If the
+    user's code raised it, replace the message by the sentence that the actor wrote for the user. Return other
+    exceptions unchanged."""
     ray = sys.modules.get("ray")
     if ray is None or not isinstance(error, ray.exceptions.RayTaskError):
         return error
@@ -172,8 +174,8 @@ def _depth(error: BaseException) -> int:
 
 @dataclass
 class Patience:
-    """A time limit for the calls that still run after another one has failed: `periods` times `GRACE_SECONDS` to report
-    the cause. If a worker is lost, waiting ends at once."""
+    """A time limit for the calls that still run after one of `calls` has failed: `periods` times `GRACE_SECONDS`, in
+    which their workers may report the root cause. If a worker is lost, waiting ends at once."""
 
     calls: Sequence[Future]
     periods: int = 1

@@ -38,8 +38,8 @@ def rename(source: Path, target: Path) -> None:
 
 def publish_folder(fresh: Path, target: Path, old: Path) -> None:
     """Rename the folder `fresh`, completed by `seal_folder`, to `target`. An existing target is first renamed to `old`,
-    for the caller to remove, and back if the rename of `fresh` fails. After a crash in between, the next start of a run
-    renames `old` back."""
+    for the caller to remove; if the rename of `fresh` fails, `old` is renamed back. After a crash in between, the next
+    start of a run renames `old` back."""
     if not target.exists():
         rename(fresh, target)
         return
@@ -84,8 +84,8 @@ def writable(text: str) -> str:
 
 
 def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
-    """Sync everything under `root`, then write and return its manifest: files' sizes and SHA-256, and `facts`. It is
-    written last, so a valid manifest means that the folder is complete."""
+    """Sync everything under `root`, then write and return its manifest: files' sizes and SHA-256, and `facts`. The
+    manifest is written last, so a valid one means that the folder is complete."""
     paths = sorted(Path(folder) / name for folder, _, names in os.walk(root) for name in names)
     paths = [path for path in paths if path != root / MANIFEST]
     with ThreadPoolExecutor(max_workers=1) as disk:  # syncs while this thread computes hashes

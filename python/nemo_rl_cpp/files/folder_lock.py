@@ -84,7 +84,8 @@ def held_by(holder: dict[str, Plain]) -> str:
 
 
 def make_folder(folder: Path, key: str) -> bool:
-    """Create a folder and its parents, and return whether it is new. Raise FolderError, with `key`, if that fails."""
+    """Create a folder and its parents, and return whether it is new. Raise FolderError, which names the configuration
+    key `key`, if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=False)
         return True

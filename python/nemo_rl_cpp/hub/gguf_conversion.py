@@ -141,7 +141,8 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
 
 
 def _add_recurrence(reader: GGUFReader, config: dict[str, Plain]) -> None:
-    """Set the sizes of Qwen3.5's gated delta nets and experts, and omit multi-token-prediction layers."""
+    """Set in `config` the sizes of Qwen3.5's gated delta nets and experts, and subtract multi-token-prediction layers,
+    which are not computed, from the number of layers."""
     for source, name in RECURRENT_AND_EXPERTS.items():
         if (number := _value(reader, f"{{arch}}.{source}")) is not None:
             config[name] = int(number)

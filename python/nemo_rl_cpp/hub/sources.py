@@ -129,8 +129,8 @@ def published_name(name: str) -> str:
 
 
 def check_is_no_file(name: str, key: str) -> None:
-    """Raise SourceError, with the configuration key `key`, if `name`, which is no folder, cannot be a model's name on
-    the Hub: it is a file that is not a readable GGUF file, or has the form of a path."""
+    """Raise SourceError, with the configuration key `key`, if `name`, of which no folder exists, cannot be a model's
+    name on the Hub, because it is a file other than a readable GGUF file, or has the form of a path."""
     path = _expanded(name)
     if is_gguf(path):
         gguf_folder(path)
@@ -175,7 +175,8 @@ def did_you_mean(name: str) -> str:
 
 
 def nearest_model(name: str) -> str | None:
-    """Return the name most similar to `name` among packaged models and model folders next to that path, or None."""
+    """Return the name most similar to `name`, among packaged models and the model folders in the parent folder of the
+    path `name`; None if none is similar."""
     try:
         folders = [str(file.parent) for file in _expanded(name).parent.glob("*/config.json")]
     except (OSError, ValueError):
@@ -362,7 +363,7 @@ def smollm2_gguf() -> Path:
 
 
 def _complete(folder: Path) -> bool:
-    """Return whether the files of a folder that `_convert` made have the sizes in its manifest."""
+    """Return whether the files of a folder written by `_convert` have the sizes that its manifest lists."""
     try:
         sizes = json.loads((folder / "conversion.json").read_text(encoding="utf-8"))["bytes"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -419,7 +420,8 @@ def find_policy_weights(name: str) -> str:
 
 
 def _problem_of_weights(step: Path) -> str | None:
-    """Return a text on damaged (by the manifest, if any) or missing policy weights in a checkpoint, else None."""
+    """Return a text on missing or damaged policy weights in a checkpoint, or None. Damage is found by comparison with
+    the manifest, if the checkpoint has one."""
     if (step / MANIFEST).exists():
         return folder_problem(step, contents=False, within=f"{_WEIGHTS}/")
     return None if any((step / _WEIGHTS).glob("*")) else f"it has no files in {_WEIGHTS}"

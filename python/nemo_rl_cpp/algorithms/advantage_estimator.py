@@ -49,13 +49,14 @@ class _Estimator(AdvantageEstimator):
         return result.advantages
 
     def _for_kl(self, policy: Tensor | None, reference: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return the log-probabilities of a KL penalty in the reward, or (None, None) without such a penalty."""
+        """Return (policy, reference), the log-probabilities for a KL penalty in the reward, or (None, None) if there is
+        no such penalty or one of them is missing."""
         both = self.use_kl_in_reward and policy is not None and reference is not None
         return (policy, reference) if both else (None, None)
 
 
 class _Samples(NamedTuple):
-    """The inputs of `_SampleEstimator._of_samples`."""
+    """The samples of a batch, from which `_SampleEstimator._of_samples` computes one advantage per sample."""
 
     rewards: Tensor  # [B]
     groups: Tensor  # int64 [B], the group of each sample
@@ -86,7 +87,7 @@ class _SampleEstimator(_Estimator):
 
     @abstractmethod
     def _of_samples(self, samples: _Samples) -> Tensor:
-        """Return the advantages [B]."""
+        """Return the advantage of each sample, [B]."""
 
 
 def _baseline(samples: _Samples, leave_one_out: bool = False) -> ops.GroupBaseline:
@@ -104,8 +105,8 @@ class GRPOAdvantageEstimator(_SampleEstimator):
 class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
     """GDPO (arXiv:2601.05242): GRPO on each reward component `reward/<name>`. The weighted sum of the components'
     advantages is whitened over the samples. The key `reward_weights` has one weight per component, in the order of the
-    sorted names; if it is None, `part_weights`, {component name: weight}, which the run sets, has the weights that are
-    not 1."""
+    sorted names. If it is None, the weights are those in `part_weights`, {component name: weight}, which the run copies
+    from its reward functions; a component that is not in there has weight 1."""
 
     part_weights: Mapping[str, float] = MappingProxyType({})
 

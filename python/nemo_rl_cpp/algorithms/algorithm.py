@@ -51,7 +51,8 @@ class NoRefit(WeightSynchronizer):
 
 
 def given_answers(rows: batches.DatumBatch) -> tuple[batches.DatumBatch, dict[str, float]]:
-    """Return (`rows` as finished rollouts with reward 0, {}), because the conversations hold the answers."""
+    """Return (`rows` with the columns of finished rollouts and reward 0, no metrics). Supervised fine-tuning calls this
+    instead of generating, because its conversations already contain the responses."""
     rows["total_reward"] = torch.zeros(rows.size)
     rows["truncated"] = torch.zeros(rows.size, dtype=torch.bool)
     return rows, {}
@@ -201,7 +202,8 @@ def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
 
 
 def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
-    """Return the weights of the reward functions by name, for GDPO; {} if their rewards are not kept as components."""
+    """Return {name of a reward function: weight} for GDPO. Return {} if the section `env.reward_functions` is not used,
+    sets no weights, or adds the rewards up instead of keeping them as components (`as_parts`)."""
     section = config.env.get("reward_functions")
     if not isinstance(section, Mapping) or not section.get("as_parts") or section.get("weights") is None:
         return {}

@@ -311,8 +311,8 @@ class AsyncCollector(RolloutCollector):
         return [batch.state_dict() for batch in ready if batch is not None]
 
     def load_state_dict(self, state: list[CollectedState]) -> None:
-        """Queue the batches of a checkpoint, in order, even if there are more than `age` now allows. If one does not
-        fit `groups`, drop all of them with a note."""
+        """Queue the batches of a checkpoint, in order, even if there are more than `age` now allows. If a batch does
+        not have the numbers of prompts and of responses per prompt in `groups`, drop all batches with a note."""
         ids = [saved["samples"]["group_id"] for saved in state if "group_id" in saved["samples"]]
         expected = None if self.groups is None else [self.groups[1]] * self.groups[0]
         if expected is not None and any(torch.bincount(each).tolist() != expected for each in ids):

@@ -64,7 +64,8 @@ def component_name(found: object) -> str:
 
 
 class Made(NamedTuple):
-    """A custom component. `call` accepts any keyword arguments and passes on those that the component accepts."""
+    """A custom component, such as a loss, and the function `call`, which accepts any keyword arguments and passes on to
+    the component those that it accepts."""
 
     component: Any
     call: Callable[..., Any]
@@ -73,9 +74,10 @@ class Made(NamedTuple):
 def make_component(
     found: Any, what: str, base: str, method: str, kwargs: Mapping[str, object], sections: Mapping[str, object]
 ) -> Made:
-    """Make a component from a class, a function, or an object with the method `method`. A class is constructed with the
-    user's arguments `kwargs` and the `sections` that its __init__ takes; a function or an object gets `kwargs` in each
-    call. Raise LoadingError, in which `what` is the component and `base` its base class, if the method is missing."""
+    """Make a component from `found`: a class, a function, or an object with the method `method`. A class is constructed
+    with the user's arguments `kwargs` and those of `sections` that its __init__ takes; a function or an object gets
+    `kwargs` in each call. Raise LoadingError if the method is missing; the message names the component (`what`) and the
+    base class to derive it from (`base`)."""
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise LoadingError(f"{what} lacks {' and '.join(missing)}, which {base} asks for")
     with user_code(what):
@@ -213,8 +215,9 @@ def _own_loss(section: ClippedPGLossConfig, folders: list[str]) -> OwnLoss:
 
 
 def make_loss(section: ClippedPGLossConfig, candidates: int | None = None) -> LossFunction:
-    """Return the loss that `loss_fn` names: a custom one, the clipped policy-gradient loss, or with `candidates` the
-    distillation loss over so many tokens of each position. Raise LoadingError (a ValueError) for a wrong name."""
+    """Return the loss of `section`, the section `loss_fn`: the custom loss that its name refers to, otherwise the
+    clipped policy-gradient loss, or the distillation loss if `candidates`, the number of tokens that it compares at
+    each position, is not None. Raise LoadingError (a ValueError) if a custom loss cannot be imported."""
     if isinstance(section.name, PythonObjectRef):
         return own_loss(section.name.component, section)
     if not is_dotted(section.name):

@@ -32,7 +32,7 @@ OUT_OF_TIME = "checkpoint_must_save_by"
 
 @dataclass
 class StepResult:
-    """The results of a finished step. Earlier hooks add fields that later hooks read."""
+    """The results of a finished step, which each hook receives in turn. Hooks set fields that later hooks read."""
 
     state: TrainState  # the counters of the run; `state.step` is this step
     metrics: Metrics = field(default_factory=dict)  # logged under `train/`; empty before the first step

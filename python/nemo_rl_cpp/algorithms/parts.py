@@ -84,7 +84,7 @@ def make_tokenizer(policy: PolicyConfig) -> TokenizerType:
 
 
 def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
-    """Load the data sets and start the environments; supervised fine-tuning has none."""
+    """Load the data sets, and start the environments, of which supervised fine-tuning has none."""
     limit = config.policy.max_total_sequence_length
     actors = ActorSettings.of(config.cluster) if config.cluster.executor == "ray" else None
     env = None if config.algorithm == "sft" else config.env  # supervised fine-tuning scores nothing
@@ -94,8 +94,9 @@ def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
 def make_dataloader(
     data: DataConfig, dataset: Datasets, num_prompts: int, seed: int, section: str = "grpo"
 ) -> StatefulDataLoader | MultipleDataloaderWrapper:
-    """Return the training loader, which yields `num_prompts` prompts at a time, or a wrapper of one loader per data set
-    of a dictionary. Raise ValueError, naming keys of `section`, if a data set has fewer rows than a batch."""
+    """Return the training loader, which yields `num_prompts` prompts at a time. If `dataset` is a dictionary of data
+    sets, return a wrapper around one loader for each. Raise ValueError if a data set has fewer rows than a batch;
+    `section` is the section of the keys in the message."""
 
     def one(rows: AllTaskProcessedDataset, batch_size: int) -> StatefulDataLoader:
         if text := too_few_rows(len(rows), batch_size, section):
@@ -117,8 +118,9 @@ def set_seed(seed: int) -> None:
 
 
 def planned_steps(loop: LoopConfig, loader: StatefulDataLoader | MultipleDataloaderWrapper) -> int:
-    """Return the planned number of steps: max_num_steps, or the batches in max_num_epochs if fewer. Several loaders
-    never end; dynamic sampling may need several batches per step and thus take fewer steps."""
+    """Return the planned number of steps: the smaller of max_num_steps and the number of batches in max_num_epochs, or
+    max_num_steps if there are several loaders, which never end. With dynamic sampling, which may use several batches
+    per step, a run may have fewer steps."""
     if isinstance(loader, MultipleDataloaderWrapper):
         return loop.max_num_steps
     return min(loop.max_num_steps, loop.max_num_epochs * len(loader))

@@ -136,9 +136,10 @@ def penalized(
 
         max(0, 1 + bonuses - penalties) x band_factor(length, band) for each band
 
-    `lengths` maps each part of a response (`reasoning`, `answer`, `total`) to its G lengths. `params` has the weights,
-    and the parts whose bands apply; `bands` a band per part, or None. Responses from the total length `too_long` on
-    (None: none) have the penalty `profiled_length_penalty`."""
+    `lengths` maps each part of a response (`reasoning`, `answer`, `total`) to its G lengths. `params` has the weights
+    of bonuses and penalties, and determines to which parts the bands apply; `bands` maps parts to their bands (None: no
+    bands). Responses whose total length is at least `too_long` (None: no limit) also get the penalty
+    `profiled_length_penalty`."""
     bands = bands or {}
     right = [i for i, reward in enumerate(rewards) if reward > 0]
     additions = _additions(right, lengths, params, _gate_is_open(right, lengths, params, bands))

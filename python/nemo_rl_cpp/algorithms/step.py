@@ -163,8 +163,9 @@ def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
 def overwrite_advantages(
     batch: TrainBatch, logs: Sequence[LLMMessageLogType], of_flag: Mapping[str, float]
 ) -> dict[str, float]:
-    """Replace the advantages of flagged responses: `of_flag` maps each flag to the advantage of all their tokens; the
-    first counts. Return, under NeMo RL's names, the numbers and shares of these responses."""
+    """Replace the advantages of flagged responses. `of_flag` maps each flag to the advantage that all tokens of a
+    response with this flag get; if a response has several flags, the first in `of_flag` counts. Return the numbers and
+    shares of flagged responses, under NeMo RL's metric names."""
     if not of_flag:
         return {}
     advantages, begin = batch.advantages.clone(), 0

@@ -70,8 +70,9 @@ def training_metrics(result: TrainingResult) -> dict[str, float]:
 
 
 def mean_over_epochs(*models: list[dict[str, float]]) -> dict[str, float]:
-    """Merge the metrics of several epochs on one batch, a dictionary per epoch for each model: means, but minima of
-    `_min` and maxima of `_max`. With several epochs, add the last one's under `last_epoch/`."""
+    """Merge the metrics of several epochs on one batch. Each argument lists the metrics of one model, a dictionary per
+    epoch. Return means over the epochs, but minima of the metrics `..._min` and maxima of the metrics `..._max`. If
+    there are several epochs, add the metrics of the last one under `last_epoch/`."""
     result, trained = {}, [epochs for epochs in models if any(epochs)]
     for epochs in trained:
         result |= _means(epochs)

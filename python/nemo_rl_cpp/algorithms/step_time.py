@@ -62,7 +62,8 @@ class Shape:
     @classmethod
     def of(cls, config: TrainMasterConfig, lengths: Lengths | None) -> Shape:
         """Return the shape of a step in which every response has the maximum length, and every prompt the mean length
-        in `lengths` (None: the maximum length). In supervised fine-tuning the data has the responses, too."""
+        in `lengths` (None: the maximum length). In supervised fine-tuning, `lengths` also has the mean length of the
+        responses."""
         policy, loop = config.policy, config.loop
         longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
         most = min(config.data.max_input_seq_length or longest, longest - 1)
@@ -76,8 +77,8 @@ class Shape:
         return cls(loop.num_prompts_per_step, loop.num_generations_per_prompt, prompt, new)
 
     def in_micro_batches(self, model: TrainedModelConfig) -> Shape:
-        """Return the shape of training `model`, in which a prompt is computed once per micro-batch with responses to
-        that prompt."""
+        """Return the shape of the work of training `model`: each prompt counts once for every micro-batch that has
+        responses to it, because each of these micro-batches computes the prompt."""
         budget = next((each for each in (model.sequence_packing, model.dynamic_batching) if each.enabled), None)
         rows = model.train_micro_batch_size if budget is None else (budget.train_mb_tokens - self.prompt) // self.new
         parts = ceil(self.responses / max(1, rows if model.share_prompt_prefix else 1))
@@ -86,9 +87,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Costs:
-    """The floating-point operations of a forward pass per token: 2 for each weight of the layers' matrices (of experts,
-    those that process the token), 2 for each weight of the LM head if the token gets logits, and 4 times (elements of
-    its query vectors) times (keys that it attends to)."""
+    """The floating-point operations of a forward pass per token. `layers`: 2 for each weight of the layers' matrices,
+    counting only the experts that process the token. `head`: 2 for each weight of the LM head, if the token gets
+    logits. `per_key`: 4 for each element of the token's query vectors, for each key that the token attends to."""
 
     layers: float
     head: float
@@ -107,7 +108,8 @@ class Costs:
         return cls(2.0 * weights, head, 4.0 * native["num_heads"] * native["head_dim"] * attention)
 
     def forward(self, tokens: float, keys: float, logits: float) -> float:
-        """Return the operations for `tokens` tokens that attend to `keys` keys on average; `logits` get logits."""
+        """Return the operations for `tokens` tokens that attend to `keys` keys on average and `logits` of which get
+        logits."""
         return tokens * (self.layers + self.per_key * keys) + logits * self.head
 
     def of_prompts(self, shape: Shape) -> float:
@@ -140,7 +142,7 @@ def few_layers(native: Native, layers: int, vocabulary: int) -> Native:
 
 
 def layers_of_all_kinds(native: Native) -> int:
-    """Return the smallest number of first layers among which there is a layer of each kind."""
+    """Return the smallest n for which the first n layers include every kind of layer that the model has."""
     parts = [native.get(part, {}).get("layers", ()) for part in ("recurrent", "experts")]
     blocks = native.get("one_block") or [True] * len(native["layers"])
     kinds = [(kind, blocks[i], *(i in part for part in parts)) for i, kind in enumerate(native["layers"])]
@@ -170,8 +172,8 @@ class _FewLayers(ModelFolder):
 
 class _Sample:
     """A small model, whose speed is measured: some layers of the run's model `section` ("policy" or "value") and the
-    same share of its vocabulary. The whole model, in `folder`, is `factor` times as large in each part. If `decodes`,
-    the small model has so many layers that decode steps read its weights from memory, as in the whole model."""
+    same share of its vocabulary. The whole model, in `folder`, has `factor` times as many layers. If `decodes`, the
+    small model has so many layers that decode steps read its weights from memory, as in the whole model."""
 
     def __init__(
         self, config: TrainMasterConfig, section: str, folder: ModelFolder, shape: Shape, decodes: bool
@@ -256,13 +258,15 @@ class _Sample:
         return torch.arange(count) * 7919 % self.model.folder.native()["vocab_size"]
 
     def _most_tokens(self, keys: float) -> int:
-        """Return the number of tokens of a measured forward pass in which each token attends to `keys` keys."""
+        """Return how many tokens a measured forward pass has if each token attends to `keys` keys: so few that the
+        measurement is short."""
         return max(16, min(4096, int(_MOST_OPERATIONS / self.costs.forward(1, keys, 1))))
 
 
 def _shortest(work: Callable[[], object], begin: Callable[[float], float] = lambda began: began) -> float:
-    """Return the seconds of the fastest of three calls of `work`: the first allocates buffers, and other programs may
-    disturb one. `begin` maps the time at which a call began to the time from which its seconds count."""
+    """Return the seconds of the fastest of three calls of `work`, because the first call allocates buffers, and other
+    programs may slow a call down. `begin` is called after each call with the time at which the call began, and returns
+    the time from which its seconds are counted."""
     times = []
     for _ in range(3):
         began = time.perf_counter()

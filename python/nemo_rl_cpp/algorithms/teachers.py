@@ -97,8 +97,8 @@ class OutsideTeacher:
 
 @dataclass
 class TopKTeachers(Teachers):
-    """Teachers that score `k` candidates at each sampled token: the k most likely tokens of the student if
-    `of_student`, otherwise of the teacher."""
+    """Teachers that score `k` candidate tokens at the position of each sampled token: the k most likely tokens of the
+    student there if `of_student`, otherwise those of the teacher."""
 
     k: int = 1
     of_student: bool = False

@@ -21,7 +21,8 @@ from nemo_rl_cpp.user_code import call_user
 
 @dataclass(frozen=True)
 class AgentTask:
-    """The task of one rollout, which an agent receives."""
+    """The task of one rollout, which an agent receives: the `messages` of the prompt, the sample's metadata `info`, the
+    `address` of the policy's server, and the `key` that marks requests of this rollout."""
 
     key: str
     messages: list[dict[str, str]]
@@ -49,7 +50,8 @@ class AgentResult:
 
 class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
     """The base class of environments whose rollouts an agent makes. A rollout that fails or times out gets reward 0 and
-    is not trained on. Metrics: means of the agents' metrics, and `agent_errors` and `agent_timeouts` (numbers)."""
+    is not trained on. Metrics: means of the agents' metrics, and the numbers of failed rollouts (`agent_errors`) and of
+    those that timed out (`agent_timeouts`)."""
 
     runs_rollouts = True
 
@@ -112,7 +114,8 @@ class AgentFunctionEnvironment(AgentEnvironment):
     policy with a client, and returns the reward or an `AgentResult`.
 
     Async functions run concurrently on the run's event loop (`user_code.py`). A plain function blocks its thread, so
-    each call gets a new one, but with `max_concurrency` 1 the thread of user code, where it may set signal handlers."""
+    each call runs in a new thread. With `max_concurrency` 1, however, all calls run in the thread of user code, where
+    the function may set signal handlers."""
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         config = as_model(cfg, AgentEnvConfig, "env.agent")

@@ -30,8 +30,8 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
     """An environment that runs each response's program in a sandbox (see `docs/guides/environments.md`) and gives a
     reward by the tests that the program passes. Programs run after generation has ended, because they would slow
     generation down. The constructor raises SandboxUnavailableError if this machine cannot isolate programs. Metrics:
-    also `num_<reason>`, the programs that failed for this reason (see `CodeVerifyWorker`). `answers` are results, such
-    as `passed`."""
+    those of `VerifyingEnvironment`, and `num_<reason>`, the number of programs that failed for this reason (see
+    `CodeVerifyWorker`). The field `answers` of a result has the outcome of each program, such as `passed`."""
 
     def __init__(self, cfg: CodeEnvConfig | None = None) -> None:
         cfg = as_model(cfg or {}, CodeEnvConfig, "env.code")

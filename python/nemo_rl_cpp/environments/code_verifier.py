@@ -78,7 +78,8 @@ Runner = Callable[..., Outcome]  # `run_program` with limits already applied: (s
 
 @dataclass(frozen=True)
 class TestResult:
-    """The result of `count` tests, `passed` of which succeeded, with the run and detail of the first failure."""
+    """The result of `count` tests, `passed` of which succeeded. `outcome` is the run of the program in which the first
+    test failed (None: all passed), and `detail` the error of this test, if known."""
 
     __test__ = False  # pytest must not collect this class
 
@@ -212,7 +213,8 @@ def _checked(cases: Iterable[tuple[Check, object]]) -> CodeTests:
 
 
 def _call(name: str, given: object, wanted: object) -> tuple[Check, object]:
-    """Return (check, expected value) of a call. In a text each line is an argument in JSON, and `wanted` is JSON."""
+    """Return (check, expected value) of a call of the function `name`. `given` is a list of arguments and `wanted` the
+    value, or `given` is a text with one argument in JSON per line, and `wanted` is JSON."""
     if not isinstance(given, str):
         return {"call": name, "arguments": list(given)}, wanted
     try:
@@ -224,7 +226,8 @@ def _call(name: str, given: object, wanted: object) -> tuple[Check, object]:
 
 
 def _assert(statement: str) -> tuple[Check, object]:
-    """Return (check, expected value) of a statement. Only `assert EXPRESSION == LITERAL` is compared outside."""
+    """Return (check, expected value) of a statement. If it is `assert EXPRESSION == LITERAL`, the value is compared
+    outside the sandbox; for any other statement, the expected value is None."""
     try:
         [node] = ast.parse(statement).body
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):

@@ -27,8 +27,8 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     """The result of an environment for a batch of B conversations.
 
     Attributes:
-        observations: the next message of each, {"role", "content"}. Empty content adds no token.
-        metadata: the state of each, passed to the next step. A mapping with `mask_sample: True` excludes the
+        observations: the next message of each conversation, {"role", "content"}. Empty content adds no token.
+        metadata: the state of each conversation, passed to the next step. A mapping with `mask_sample: True` excludes the
             conversation from training, for instance because its verifier failed; the value of the last step counts.
         next_stop_strings: stop strings of the next turn, in addition to the generation configuration's, or None.
         rewards: the reward of this turn, or a dictionary of components [B]. A rollout's total reward is the sum over
@@ -95,8 +95,9 @@ class Environment(Protocol):
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
         """Do one turn of B conversations, each of which ends with a message of the model, and return the result.
 
-        `metadata` has one entry per conversation: the data set's metadata, or what the previous `step` returned. So has
-        every field of the result, in the same order. A plain sequence of the six fields is also accepted."""
+        `metadata` has one entry per conversation: the data set's metadata, or what the previous `step` returned. Every
+        field of the result also has one entry per conversation, in the same order. A plain sequence of the six fields
+        is also accepted."""
 
     def pop_metrics(self) -> dict[str, float]:
         """Return, once after a step's rollouts, the metrics since the last call, which are logged with the step."""

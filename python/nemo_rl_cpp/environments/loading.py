@@ -50,8 +50,8 @@ def environment_class(name: str) -> type[EnvironmentInterface]:
 
 
 class RewardFunctions(NamedTuple):
-    """The reward functions of an environment, the weight of each by its name in logs, and whether each is a component
-    of the reward."""
+    """The reward functions of an environment. `weight_of_name` maps the name of each function in logs to its weight;
+    `as_parts` is whether the result of each function is kept as a component of the reward."""
 
     functions: list[RewardFunction]
     weight_of_name: dict[str, float]
@@ -59,8 +59,9 @@ class RewardFunctions(NamedTuple):
 
     @classmethod
     def of(cls, given: object, weights: object = None, as_parts: bool = False, names: object = None) -> RewardFunctions:
-        """Return the functions that `given` is or names: one, several, or the section `env.reward_functions`. Raise
-        ValueError for an invalid argument, LoadingError (a ValueError) for one that cannot be imported or called."""
+        """Return the reward functions in `given`: a function, a dotted name, a list of these, or the section
+        `env.reward_functions`, whose keys then replace the other arguments. Raise ValueError for an invalid argument,
+        LoadingError (a ValueError) for one that cannot be imported or called."""
         if isinstance(given, Mapping):
             if not {"functions"} <= set(given) <= _KEYS:
                 got = ", ".join(sorted(map(str, given))) or "nothing"
@@ -85,7 +86,8 @@ class RewardFunctions(NamedTuple):
 
 
 def _function(name: object) -> RewardFunction:
-    """Return the reward function with the dotted name `name`, or a given one. Raise LoadingError for others."""
+    """Return the reward function with the dotted name `name`, or `name` itself if it is a function. Raise LoadingError
+    for anything else."""
     found = import_object(name, "reward function") if isinstance(name, str) else name
     if not callable(found):
         raise LoadingError(

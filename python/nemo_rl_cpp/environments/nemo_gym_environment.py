@@ -33,9 +33,10 @@ _SAMPLING = ("temperature", "top_p", "top_k")  # the policy's server samples as 
 
 
 class NemoGymEnvironment(AgentEnvironment):
-    """An environment that sends each row to the NeMo Gym agent that the row names. The reward is the resource server's,
-    or its `reward_components`. Rollouts flagged with `mask_sample` count in their group's baseline, but are not trained
-    on, unless `env.should_mask_flagged_samples` is false. Metrics: the result's numbers as AGENT/NAME."""
+    """An environment that sends each row to the NeMo Gym agent that the row names. The reward, or its components
+    `reward_components`, come from NeMo Gym's resource server. Rollouts flagged with `mask_sample` count in their
+    group's baseline, but are not trained on, unless `env.should_mask_flagged_samples` is false. Metrics: each number
+    NAME in an agent's result, as AGENT/NAME."""
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self._config = as_model(cfg, NemoGymEnvConfig, "env.nemo_gym")
@@ -140,7 +141,8 @@ class _Servers:
         self._fail_all()
 
     def _fail_all(self) -> None:
-        """Fail all rollouts that have no result yet. Safe in two threads: only one takes each future."""
+        """Fail all rollouts that have no result yet. Two threads may call this at the same time, because each future is
+        taken by only one of them."""
         while self._asked:
             with contextlib.suppress(KeyError):
                 _, future = self._asked.popitem()

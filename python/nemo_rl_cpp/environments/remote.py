@@ -57,7 +57,8 @@ class EnvironmentActor:
     constructor's errors."""
 
     def __init__(self, make: bytes, folder: str, variables: Mapping[str, str]) -> None:
-        """Enter `folder`, set `variables`, and keep `make` pickled, so that `start` imports the modules later."""
+        """Change to the working directory `folder`, set the environment `variables`, and store `make`, the pickled
+        function that makes the environment. Only `start` unpickles it and thus imports the modules."""
         enter(folder, variables)
         self._make, self._environment = make, None
 
@@ -77,8 +78,8 @@ class EnvironmentActor:
 
 
 def _told(call: Callable[[], Any]) -> Any:
-    """Return the result of `call`, which runs user code. An exception is raised in a form that another process can
-    read, with its traceback as `trace` and, as `told`, a sentence that names the place in user code, or None."""
+    """Return the result of `call`, which runs user code. If it fails, raise an exception that can be pickled, with the
+    attributes `trace` (the traceback as text) and `told` (a sentence that names the place in user code, or None)."""
     try:
         return call_user(call)
     except BaseException as error:
@@ -230,8 +231,8 @@ class Remotable:
 
     @classmethod
     def options(cls, **options: object) -> SimpleNamespace:
-        """Return an object whose method `remote` is that of this class, with `options` of Ray for the actor. Raise
-        ValueError if they request GPUs without Ray."""
+        """Return an object with a method `remote` like that of this class, which makes the actor with Ray's `options`.
+        Raise ValueError if the options request GPUs and Ray is not in use."""
         if options.get("num_gpus") and ray_in_use() is None:
             raise ValueError(
                 f"{cls.__name__}.options(num_gpus={options['num_gpus']}): environments of this process run without GPUs; start Ray "
@@ -284,8 +285,9 @@ def answer_of(handle: object, result: object, name: str) -> Any:
 
 
 def shut_down(handle: object, patience: float | None = None) -> None:
-    """End an environment. Raise TimeoutError if it does not answer for `patience` seconds; None: wait without limit for
-    one in this process, and 10 seconds for an actor."""
+    """End an environment, waiting at most `patience` seconds for its answer. If `patience` is None, wait without limit
+    for an environment in this process, and 10 seconds for an actor. Raise TimeoutError if it does not answer in time,
+    unless it is a `RayEnvironment`, whose actor is killed in any case."""
     if isinstance(handle, RayEnvironment):
         handle.close(patience)
         return

@@ -45,8 +45,8 @@ def inspect_rows(
     environment: tuple[str | None, Mapping[str, object] | None] = (None, None),
 ) -> Iterator[Finding]:  # fmt: skip
     """Yield the problems of a data set, such as prompts that reach one of the `limits`, and ground truths that do not
-    fit the environment (its name, its section). `where` names the data set. At most 1,000 evenly spaced rows are
-    inspected, and none of custom processors, which may have side effects."""
+    fit the `environment`, (name, section of the configuration). `where` names the data set. At most 1,000 evenly spaced
+    rows are inspected, and no rows if the data set has a custom processor, which may have side effects."""
     make = PROMPT_MAKERS.get(raw.processor)
     if make is None or not len(rows):
         return
@@ -238,8 +238,8 @@ class _Tasks:
 
 
 def _checked_sections(config: Settings, env_configs: Settings | None) -> list[tuple[str, Settings]]:
-    """Return `plain_sections(config)` of the section `data`. Raise ValueError if one is invalid or, with `env_configs`
-    (the section `env`), has no environment there."""
+    """Return (key, section) of each single data set in `config`, the section `data`. Raise ValueError if one is
+    invalid, or if `env_configs`, the section `env`, is given and does not have its environment."""
     if config.get("train") is None:
         raise ValueError(
             "the data section lacks `train`: data.train.dataset_name names the training data, and "
@@ -269,8 +269,9 @@ def load_response_data(
     tokenizer: TokenizerType, data_config: DataConfig | Settings, env_configs: Settings | None = None,
     max_total_sequence_length: int | None = None, actors: ActorSettings | None = None,
 ) -> RunData:  # fmt: skip
-    """Load the data sets of a run and, with `env_configs` (the section `env`), its environments, with `actors` in Ray
-    actors. Warn of prompts to truncate and unmatchable truths; raise ValueError if that is all rows."""
+    """Load the data sets of a run and, if `env_configs` (the section `env`) is given, make its environments, in Ray
+    actors if `actors` is given. Warn of prompts that are too long and of ground truths that no response can match;
+    raise ValueError if this is so in all rows."""
     config = as_written(data_config)
     sections = _checked_sections(config, env_configs)
     max_length = as_model(config, DataConfig, "data").max_input_seq_length

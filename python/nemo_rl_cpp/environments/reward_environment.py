@@ -18,7 +18,8 @@ from nemo_rl_cpp.user_code import call_user
 
 
 def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
-    """Return a reward function's result as a finite number or None per completion. Raise ValueError otherwise."""
+    """Return what the reward function `name` returned, as a list with a finite number or None for each of the `rows`
+    completions. Raise ValueError if `returned` is anything else."""
     wanted = f"reward function {name} must return one number a completion, a list of {rows}"
     if getattr(returned, "ndim", 1) > 1:
         raise ValueError(f"{wanted}, but returned a {type(returned).__name__} of shape {tuple(returned.shape)}")
@@ -42,7 +43,8 @@ def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
 
 
 def finite_number(value: object, what: str, otherwise: str = "") -> float:
-    """Return `value` as a float. Raise ValueError, beginning with `what` and ending with `otherwise`, unless finite."""
+    """Return `value` as a float. Raise ValueError if it is not a finite number; the message begins with `what` and ends
+    with `otherwise`, such as " or None"."""
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -73,8 +75,8 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         names: the names of the functions in logs; by default their Python names.
 
     A call raises ValueError for a wrong result, or if a function requires a column that the samples do not have. An
-    exception in a function is raised with a message that names the function and the line. Of several functions, the
-    metric `rewards/<function name>` is each one's mean.
+    exception in a function is raised with a message that names the function and the line. If there are several
+    functions, the metric `rewards/<function name>` is the mean result of each.
 
     Attributes:
         weight_of_name: the weight of each function, by the function's name."""

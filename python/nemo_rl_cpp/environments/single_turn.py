@@ -62,7 +62,7 @@ class VerifyingEnvironment(SingleTurnEnvironment[MetadataT]):
     """The base class of environments that score responses with a `VerifierPool`. Metrics count the responses that got
     score 0 because the verifier failed (`verifier_timeouts`), among them those whose worker ended (`verifier_crashes`)
     and those longer than `max_answer_chars` (`verifier_oversized`), and those whose ground truth nothing can match
-    (`verifier_unmatchable_truths`). Only the first is logged if 0."""
+    (`verifier_unmatchable_truths`). Of these metrics, only `verifier_timeouts` is logged if it is 0."""
 
     can_be_asked_again = True
 

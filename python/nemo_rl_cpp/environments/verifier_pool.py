@@ -102,11 +102,13 @@ class Verdicts:
 
 
 class VerifierPool:
-    """Worker processes that score responses with a verifier class. They start in the background, and are replaced after
-    a missed deadline or their end. `shutdown`, the program's end and the pool's end kill them."""
+    """Worker processes that score responses with a verifier class. They start in the background. A worker that misses a
+    deadline or ends is replaced. All are killed by `shutdown`, when the pool is garbage-collected, or when the program
+    ends."""
 
     def __init__(self, verifier: type, cfg: VerifierPoolConfig, warm_up: Mapping[str, object] | None = None) -> None:
-        """Start `cfg.num_workers` processes, at most one per core (or two), each of which calls `verifier.warm_up`."""
+        """Start `cfg.num_workers` processes, but at most one per core, or two on a single core. Each calls the
+        verifier's method `warm_up` with the arguments `warm_up`."""
         if verifier.__module__ == "__main__" or "<locals>" in verifier.__qualname__:
             raise ValueError(f"the verifier {verifier.__qualname__} must be importable in workers: put it in a module")
         self._target = f"{verifier.__module__}:{verifier.__qualname__}"

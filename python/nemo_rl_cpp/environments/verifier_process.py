@@ -20,7 +20,8 @@ Request = tuple[str, object, dict[str, object]]  # (response, ground truth, keyw
 
 
 class Reply(TypedDict, total=False):
-    """A message from the worker process: its process id when ready, a response's score and answer, or an error."""
+    """A message from the worker process, which has either `ready` (the process id, once it has started), or `error`, or
+    the keys `score`, `answer` and `unmatchable` of a response."""
 
     ready: int
     score: float

@@ -28,8 +28,8 @@ _NO_KEY = "NEMO_RL_CPP_NO_KEY"  # this variable is not set, because a header con
 
 
 class VerifiersEnvironment(AgentEnvironment):
-    """An environment that runs one episode of verifiers per rollout. The reward is that of the episode's trace, the
-    weighted sum of the task's rewards. Metrics: the task's rewards and metrics by name."""
+    """An environment that runs one episode of the package `verifiers` per rollout. The reward is that of the episode,
+    the weighted sum of the task's rewards. Metrics: the task's rewards and metrics by name."""
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         check_verifiers("env.verifiers")

@@ -24,7 +24,8 @@ Count = Tensor | float | None  # of samples or tokens in the global batch; None:
 
 
 class LossType(enum.Enum):
-    """The divisor of the sum of a loss: the number of valid tokens, or of valid sequences, in the global batch."""
+    """The number by which the sum of a loss is divided: that of the valid tokens, or of the valid sequences, in the
+    global batch."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
@@ -148,7 +149,8 @@ class ClippedPGLossFn:
         )
 
     def _fixed_length(self) -> float:
-        """Return the divisor of the sum of a sequence's token losses; 0 means the sequence's length."""
+        """Return the number by which the sum of a sequence's token losses is divided, according to `loss_agg_mode`; 0
+        stands for the number of the sequence's trained tokens."""
         if self.loss_agg_mode == "seq-mean-token-sum":
             return 1.0
         if self.loss_agg_mode != "seq-mean-token-sum-norm":
@@ -163,7 +165,8 @@ class ClippedPGLossFn:
     ) -> ops.PolicyLossResult:  # fmt: skip
         """Return the loss, its gradient with respect to `curr_logprobs` [B, S-1], metrics, and the first (sample,
         token) whose loss is not finite. The NLL term is divided by the number of valid tokens in samples with positive
-        reward over the global batch: the argument, otherwise the entry of this name in `data`, or counted in `data`."""
+        reward over the global batch: `global_valid_positive_toks`, or if None the entry of this name in `data`, or if
+        there is none, the number of such tokens in `data`."""
         positive = global_valid_positive_toks
         if positive is None:
             positive = data.get("global_valid_positive_toks")
@@ -175,7 +178,7 @@ class ClippedPGLossFn:
         return self._with_entropy_bonus(result, data, counts) if self.takes_entropies else result
 
     def _token_weights(self, data: Mapping[str, Tensor], counts: ops.LossCounts) -> Tensor:
-        """Return the weight in the loss of each token but a sample's first: [B, S-1]."""
+        """Return [B, S-1]: the factor with which the loss of each token but a sample's first enters the total loss."""
         config, mask, samples = self.op_config, data["token_mask"][:, 1:].double(), data["sample_mask"].double()
         weights = mask * samples[:, None]
         if config.token_level_loss:
@@ -193,8 +196,8 @@ class ClippedPGLossFn:
         where v runs over the vocabulary, so that the score has mean 0 under the old policy q.
 
         The sum takes the k most likely tokens of q. All other tokens together are assumed to have p's distribution,
-        scaled to q's mass by a = (1 - sum q) / (1 - sum p), so their p / q is 1 / a. Let u be w for this ratio. As
-        sum_v p_v d(log p_v) = 0, the other tokens add -a u p_v to the coefficient of each of the k tokens."""
+        scaled to q's mass by a = (1 - sum q) / (1 - sum p), so their p / q is 1 / a. Let u be the value of w at this
+        ratio. As sum_v p_v d(log p_v) = 0, the other tokens add -a u p_v to the coefficient of each of the k tokens."""
         x, q = data["curr_candidates"].double(), data["candidate_old_logprobs"][:, 1:].double().exp()
         p, weights = x.exp(), self._token_weights(data, counts)
         rest = 1 - p.sum(-1, keepdim=True)
@@ -215,7 +218,8 @@ class ClippedPGLossFn:
     def _with_entropy_bonus(
         self, result: ops.PolicyLossResult, data: Mapping[str, Tensor], counts: ops.LossCounts
     ) -> ops.PolicyLossResult:
-        """Subtract entropy_coef times the mean of `curr_entropies` [B, S-1], weighted as in the loss, from the loss."""
+        """Return `result` with an entropy bonus: subtract `entropy_coef` times the mean of `data["curr_entropies"]` [B,
+        S-1] from the loss. Tokens have the same weights in this mean as in the loss."""
         entropies, weights = data["curr_entropies"], self._token_weights(data, counts)
         bonus = torch.where(weights != 0, weights * entropies, 0.0).sum()
         metrics = {**result.metrics, "entropy": float(bonus)}
@@ -252,8 +256,8 @@ class ClippedPGLossFn:
         return ops.token_loss(self._op_inputs({**data.samples, **data.tokens}, prev), counts, self.op_config)
 
     def zero_gradient_rows(self, data: RaggedBatch) -> Tensor | None:
-        """Return bool [B]: whether the gradient of a sample is 0 because its advantages are; None if other terms of the
-        loss may have a gradient."""
+        """Return bool [B]: whether the gradient of a sample is 0 because its advantages are 0; None if other terms of
+        the loss may have a gradient."""
         config, advantages = self.op_config, data.tokens.get("advantages")
         other_terms = config.kl_penalty != 0 or config.positive_nll_weight > 0 or self.takes_entropies
         if other_terms or config.ratio_mode == "dro" or advantages is None:

@@ -174,7 +174,8 @@ def _argument(index: int) -> bytes:
 
 
 def _any(code: int, values: tuple[int, ...], verdict: int = _KILL) -> list[bytes]:
-    """Return instructions that end the filter with `verdict` if `code` holds for a value and the loaded argument."""
+    """Return BPF instructions that end the filter with `verdict` if the comparison `code` of the loaded argument is
+    true for any of `values`."""
     return [part for value in values for part in (_instruction(code, value, 0, 1), _instruction(_RETURN, verdict))]
 
 

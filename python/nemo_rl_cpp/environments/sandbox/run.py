@@ -40,7 +40,8 @@ class Limits:
             raise ValueError(f"memory_mb is {self.memory_mb}; the least is {needed}")
 
     def apply(self, other_processes: int) -> None:
-        """Set the kernel's limits on this process, except memory. This user may have `other_processes` besides it."""
+        """Set the kernel's limits on this process, except that on memory. `other_processes` is how many other processes
+        the user may have; the kernel's limit counts all processes and threads of a user."""
         _lower(resource.RLIMIT_CPU, int(self.time_s) + 1)
         _lower(resource.RLIMIT_NPROC, self.threads + other_processes)
         _lower(resource.RLIMIT_FSIZE, self.folder_mb * _MB)
@@ -182,7 +183,8 @@ class _Run:
                 self.outcome.exit_code = int(rest)
 
     def _name_users(self) -> None:
-        """Map the sandbox's user: to nobody if this process is root's, as root has no limits; else to the caller."""
+        """Map the user inside the sandbox to nobody if this process runs as root, for whom the kernel's limits do not
+        apply, and otherwise to the user of this process."""
         program, uid, gid = inside.PROGRAM_USER, os.getuid(), os.getgid()
         folder = Path(f"/proc/{self.keeper}")
         try:

@@ -21,7 +21,8 @@ class LoadingError(ValueError):
 
 
 def search_for_modules(*folders: str | Path) -> None:
-    """Search `folders` (working directory, the configuration's) for user modules, after installed packages."""
+    """Make imports search `folders`, which are the working directory and the folder of the configuration file, after
+    the installed packages."""
     searched[:] = dict.fromkeys(map(str, folders))
     for folder in searched:
         if folder not in sys.path and not ("" in sys.path and folder == str(Path.cwd())):

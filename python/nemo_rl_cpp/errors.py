@@ -175,8 +175,8 @@ def in_user_code(
 ) -> UserCodeError | None:
     """Return the exception to raise in place of `error` if user code raised it. It has the type of `error`, and its
     message is one sentence that begins with `what`, a name for the code, and ends with `hint`. Return None if `error`
-    is not from user code, is KeyboardInterrupt, or already has such a message. `called`: this package was calling user
-    code, so the exception counts as the user's even if a library raised it."""
+    is not from user code, is KeyboardInterrupt, or already has such a message. With `called`, this package was calling
+    user code, so the exception counts as raised by user code even if a library raised it."""
     if isinstance(error, (UserCodeError, KeyboardInterrupt)) or (isinstance(error, GeneratorExit) and not called):
         return None
     place = user_place(error) or (_called_place(error) if called else None)

@@ -13,8 +13,9 @@ has no core, and the spinning thread occupies a core that it could use."""
 
 
 def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Set GOMP_SPINCOUNT for this process and its children, unless this variable or OMP_WAIT_POLICY is set. Return
-    whether it was set in time for this process: libgomp reads the variable when `import torch` loads libgomp."""
+    """Set GOMP_SPINCOUNT, which limits how long waiting OpenMP threads occupy a core, for this process and its
+    children, unless this variable or OMP_WAIT_POLICY is set. Return whether it was set in time for this process:
+    libgomp reads the variable when `import torch` loads libgomp."""
     if "OMP_WAIT_POLICY" in environment or "GOMP_SPINCOUNT" in environment:
         return False
     environment["GOMP_SPINCOUNT"] = str(SPIN_COUNT)

@@ -130,7 +130,8 @@ def lora_keys(given: object, algorithm: str) -> Keys:
 
 def reward_environment(functions: Any, weights: object, as_parts: bool) -> RewardFunctionEnvironment:
     """Return an environment that scores with `functions` and `weights`, the arguments reward_funcs and reward_weights.
-    `as_parts` keeps the functions' rewards separate, for the estimator gdpo, which weights them itself."""
+    With `as_parts` the environment returns the reward of each function separately, for the estimator gdpo, which
+    applies the weights itself."""
     if functions is None:
         raise ValueError("reward_funcs is missing: give a function of (completions, **columns), one number each")
     if inspect.isclass(functions):
@@ -153,8 +154,9 @@ def reward_environment(functions: Any, weights: object, as_parts: bool) -> Rewar
 
 
 def rewards_of_call(functions: Any, weights: object, keys: Keys) -> tuple[RewardFunctionEnvironment, Keys]:
-    """Return (environment of the reward functions, configuration keys that `weights` set: only the estimator gdpo has
-    such keys, otherwise the environment weights). Raise ValueError if weights are given twice."""
+    """Return (environment of the reward functions, configuration keys that `weights` set). With the estimator gdpo, the
+    weights become a configuration key; otherwise the environment applies them and there are no keys. Raise ValueError
+    if weights are given twice."""
     is_gdpo = keys.get("grpo.adv_estimator.name", ("", None))[1] == "gdpo"
     environment = reward_environment(functions, weights, is_gdpo)
     if not is_gdpo or weights is None:
@@ -213,7 +215,8 @@ def _items(given: object, name: str) -> tuple[list[object], str]:
 
 
 def _is_path(text: str, name: str) -> bool:
-    """Return whether a string is an existing path. Raise ValueError for a missing file with a data file's name."""
+    """Return whether a string is an existing path. Raise ValueError if the string looks like the name of a data file,
+    such as `rows.jsonl`, that does not exist."""
     try:
         path = Path(text).expanduser()
         exists = bool(text.strip()) and path.exists()

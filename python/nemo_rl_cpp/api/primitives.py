@@ -30,8 +30,8 @@ class Model:
     """A language model on the CPU, whose weights an `Engine` and a `Trainer` share: a Hugging Face folder, a GGUF file,
     a packaged model, a name on the Hub, or "tiny-random" with weights drawn from `seed`. `precision` is "float32",
     "float64", or "bfloat16" with float32 master weights. `overrides` replace entries of config.json
-    (`hidden_size=128`). `tokenizer` is the folder's; for "tiny-random" one of digits, "+" and "=". Raise
-    ModelFolderError for an unsupported model or damaged files."""
+    (`hidden_size=128`). The attribute `tokenizer` is the folder's tokenizer; for "tiny-random" it is one whose tokens
+    are digits, "+" and "=". Raise ModelFolderError for an unsupported model or damaged files."""
 
     def __init__(self, name: str, *, seed: int = 0, precision: str = "float32", **overrides: object) -> None:
         if precision not in DTYPES:

@@ -145,7 +145,8 @@ def _data(config: WholeConfig) -> str:
 
 def rows_of(section: Mapping[str, object], evaluation: bool = False) -> int | None:
     """Return the number of rows of the data set that `section` describes, if it is generated or a JSON Lines file; None
-    if counting would be slow. `evaluation`: whether the section is of an evaluation, whose default split differs."""
+    if counting would be slow. `evaluation` is whether the section belongs to an evaluation, which has another default
+    split."""
     path = section.get("data_path")
     try:
         if section.get("dataset_name") in QUICK_DATASETS:

@@ -35,14 +35,14 @@ class _Use(NamedTuple):
 
     key: str
     name: str
-    tokenizer: str
+    tokenizer: str  # the name of the tokenizer
     tokenizer_key: str
     backend: str | None
-    length: int | None
+    length: int | None  # the maximum sequence length in tokens
     length_key: str
-    overrides: dict[str, object] | None = None
+    overrides: dict[str, object] | None = None  # of entries of config.json
     value_head: bool = False
-    slices: int = 1
+    slices: int = 1  # the tensor-parallel size
     slices_key: str = ""
     quantization: str | None = None
     device: str = "cpu"
@@ -264,7 +264,8 @@ def _check_shaping(config: TrainMasterConfig) -> Iterator[Finding]:
 
 
 def check_memory(config: WholeConfig) -> Iterator[Finding]:
-    """Yield a warning if the configuration is for other hardware, and a problem if there is too little memory."""
+    """Yield a warning if the configuration was written for other devices than the run uses, and a problem if there is
+    too little memory."""
     text = fold_text(config, memory.forecast_summary(config))
     if text is not None:
         yield Finding("warning", "", note_as_said(text))

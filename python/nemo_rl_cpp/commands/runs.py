@@ -232,8 +232,9 @@ def _is_ready(config: WholeConfig) -> bool:
 
 
 def has_time_forecast(config: WholeConfig) -> bool:
-    """Return whether the time of a step can be forecast: only the native core of this process computes, on the CPU, for
-    rollouts of one turn and a loss of this package, and a layer is small enough to measure."""
+    """Return whether the time of a step can be forecast. This is so if only the native core computes, in this process
+    on the CPU, rollouts have one turn, the loss is one of this package, and a layer of the model is small enough to
+    measure."""
     if not isinstance(config, TrainMasterConfig) or config.cluster.device != "cpu" or config.cluster.has_workers:
         return False
     loop, generation = config.loop, config.policy.generation

@@ -329,7 +329,8 @@ def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:
 
 @cache
 def free_mappings(model: type[Section]) -> frozenset[str]:
-    """Return the dotted keys of free-form mappings; `env` is not among them, because its sections are checked."""
+    """Return the dotted keys of free-form mappings; `env` is not among them, because the sections in `env` are
+    checked."""
     return frozenset(key for key, info in dotted_fields(model) if _is_mapping(info.annotation) and key != "env")
 
 
@@ -397,7 +398,7 @@ def _fold_aliases(cls: type[Section], data: dict[str, object], report: Report) -
 
 def walk(data: dict[str, object], dotted: str, make_sections: bool = False) -> tuple[dict[str, object] | None, str]:
     """Return (mapping inside `data` that contains, or would contain, the key `dotted`; last part of `dotted`). If a
-    section above is missing, the mapping is None, or with `make_sections` the section is created."""
+    section above the key is missing, it is created with `make_sections`; otherwise the returned mapping is None."""
     *sections, name = dotted.split(".")
     node: object = data
     for part in sections:

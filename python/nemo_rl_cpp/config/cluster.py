@@ -126,8 +126,8 @@ class ClusterConfig(Section):
 
 
 def engines_of(config: TrainMasterConfig) -> int:
-    """Return the number of workers that only generate, from `colocated.resources` or 1 for the executor `auto`; 0 if
-    the training processes also generate, with their own weights."""
+    """Return the number of workers that only generate, as `colocated.resources` sets it (1 if the executor `auto`
+    starts two processes); 0 if the training processes also generate, with their own weights."""
     colocated, cluster = config.policy.generation.colocated, config.cluster
     if cluster.is_split and not colocated.enabled:
         return 1

@@ -200,7 +200,8 @@ def too_few_rows(rows: int, batch_size: int, section: str) -> str | None:
 
 def other_rows(rows: int, before: int) -> str | None:
     """Return the error message for data of `rows` rows if the checkpoint to resume from was written with `before` rows,
-    because its position in the data is then wrong. Return None if the numbers are equal."""
+    because the position in the data, which the checkpoint stores, is then wrong. Return None if the numbers are
+    equal."""
     return None if rows == before else f"has {rows} rows, not {before}, so this is another run than the checkpoint's"
 
 

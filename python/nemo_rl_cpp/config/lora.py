@@ -126,14 +126,14 @@ class LayerKinds:
 
     Attributes:
         count: the number of layers.
-        fused: whether the layers have the fused matrices of Phi 3, or adapters for these matrices (Adapters.joins).
+        fused: whether the layers have fused matrices (qkv_proj, gate_up_proj) as in Phi 3, or joint adapters for them.
         recurrent: the indices of the recurrent layers.
         latent: whether keys and values are computed from a shared low-dimensional vector (multi-head latent attention).
         latent_queries: whether queries are also computed from a low-dimensional vector.
         experts: the indices of the layers with experts. They have no MLP, but may have a shared expert.
         shared: the module name of the shared expert in these layers; empty: they have none.
         mlps: in Nemotron-H, whose layers have a mixer or an MLP (without a gate), the indices of the layers with an
-            MLP or experts; None: every layer has both."""
+            MLP or experts; None for other models, in which every layer has a mixer (such as attention) and an MLP."""
 
     count: int
     fused: bool = False

@@ -267,7 +267,8 @@ INSTALL = "transformers is not installed: pip install 'nemo_rl_cpp[hf]'"
 
 
 def _check_pair(policy: PolicyConfig, report: Report) -> None:
-    """Report an engine that cannot use the weights of policy.backend, and router replay on a backend without it."""
+    """Report an engine that cannot use the weights of policy.backend, and router replay with a backend or an engine
+    that does not support it."""
     if exactness_of(policy) is None:
         text = f"is {engine_name(policy)}, which cannot read the weights of policy.backend {policy.backend}: set it to null"
         report.add(f"{_GENERATION}.backend", text, "policy.backend")

@@ -42,7 +42,8 @@ def prompt_ids(
 
 def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType | None) -> list[int]:
     """Return the ids of the tokens at which responses end: those of generation_config.json in `folder`, otherwise of
-    `config` (config.json), otherwise the tokenizer's. Warn if the tokenizer's end token is none of the model's."""
+    `config` (config.json), otherwise the end tokens of `tokenizer`. Warn if the model's files list end tokens and the
+    tokenizer's is not among them."""
     ends, own = named_ends(folder, config), getattr(tokenizer, "eos_token_id", None)
     if not ends:
         return end_token_ids_of_tokenizer(tokenizer)

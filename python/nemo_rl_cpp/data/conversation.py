@@ -14,8 +14,8 @@ _ARROW = ("datasets", "pandas", "polars", "pyarrow")
 
 
 def plain(value: object) -> object:
-    """Convert a value recursively to Python's types. Null entries of mappings inside an array of objects are removed,
-    because they come from Arrow's structs through pandas."""
+    """Convert a value recursively to Python's types. Null entries of mappings inside an array of objects are removed
+    (see `without_padding`), because such an array comes from an Arrow column through pandas."""
     names = ("tolist", "to_list", "as_py")  # numpy, torch and pandas; polars; scalars of pyarrow
     convert = next((getattr(value, name) for name in names if hasattr(value, name)), None)
     if convert is not None and not isinstance(value, type):

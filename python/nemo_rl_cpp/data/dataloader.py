@@ -116,8 +116,8 @@ class StatefulDataLoader:
 
 class MultipleDataloaderWrapper(Iterator[BatchedDataDict]):
     """A loader that combines one loader per task. For each step it takes batches of `data.num_prompts_per_dataloader`
-    prompts round-robin, until it has `expected_num_prompts`. An exhausted loader starts over. As in NeMo RL, it has no
-    epochs.
+    prompts round-robin, until it has `expected_num_prompts`. An exhausted loader starts over. As in NeMo RL, the
+    combined loader has no epochs.
 
     `data.custom_dataloader` is the dotted path of a function (data_iterators, dataloaders) -> (batch, data_iterators)
     that chooses the prompts instead. State inside the function is not saved."""

@@ -40,7 +40,7 @@ def _datum(
     make: PromptMaker, row: Row, spec: TaskDataSpec, tokenizer: TokenizerType, limit: int | None, idx: int
 ) -> DatumSpec:
     """Return the DatumSpec of a row. A prompt of `limit` tokens or more leaves no room for a response, so each message
-    is cut to a few tokens, and `loss_multiplier` is 0; `length` counts all of its tokens."""
+    is cut to a few tokens, and `loss_multiplier` is 0; `length` counts all tokens of the whole prompt."""
     import torch
 
     try:

@@ -42,7 +42,8 @@ class TokenBytes:
     """A callable that returns the bytes that a token id adds to a text.
 
     It supports byte-level BPE (GPT-2, Llama 3, Qwen), byte fallback with a space mark (Llama 2), and plain tokens,
-    which are joined by spaces if there is no decoder. That a decoder drops one leading space of a text is ignored."""
+    which are joined by spaces if there is no decoder. A decoder may drop one leading space of a whole text; the bytes
+    of a token include this space."""
 
     def __init__(self, tokenizer: Backend):
         spec = json.loads(tokenizer.to_str())

@@ -55,8 +55,8 @@ def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
 def write_settings(
     folder: Path, settings: Mapping[str, object], named: Mapping[str, str], additional: list[str]
 ) -> None:
-    """Write tokenizer_config.json with `settings`, and special_tokens_map.json with the special tokens by role
-    (`named`) and those without a role (`additional`)."""
+    """Write tokenizer_config.json with `settings`, and special_tokens_map.json with the special tokens that have a role
+    (`named`, such as {"eos_token": ...}) and those without one (`additional`)."""
     special: dict[str, str | list[str]] = dict(named)
     if additional:
         special["additional_special_tokens"] = additional
@@ -74,8 +74,8 @@ def _take_special_tokens_map(settings: dict[str, Any], special: Mapping[str, Any
 
 
 def extra_special_tokens(settings: Mapping[str, Any]) -> list[str]:
-    """Return the special tokens without a role: those under separate keys (such as `image_token`), and those under
-    `additional_special_tokens` or `extra_special_tokens`."""
+    """Return the special tokens without a role, which is a key of `NAMED_TOKENS` such as `eos_token`: those under
+    separate keys (such as `image_token`), and those under `additional_special_tokens` or `extra_special_tokens`."""
     own = [token_text(token) for key, token in settings.items() if key.endswith("_token") and key not in NAMED_TOKENS]
     extra = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []
     common = [token_text(token) for token in (extra.values() if isinstance(extra, Mapping) else extra)]

@@ -227,7 +227,8 @@ class MLflowLogger(TrackerLogger):
 
     @contextmanager
     def _own_server(self) -> Iterator[ModuleType]:
-        """Yield the module `mlflow` with this run's tracking URI, and restore the user code's URI at the end."""
+        """A context manager that yields the module `mlflow`, set to this run's tracking URI, and at the end restores
+        the URI that user code had set."""
         theirs = self._tracker.get_tracking_uri()
         if theirs == self._uri:
             yield self._tracker

@@ -69,12 +69,12 @@ def get_next_experiment_dir(base_log_dir: str) -> str:
 
 def get_experiment_dir(base_log_dir: str, recorded: object = None, checkpoint: Path | None = None) -> str:
     """Return the log folder for a run in `base_log_dir`: the folder `recorded` in the run's checkpoint (`log_dir` in
-    training_info.json) if that exists and belongs to the run, otherwise a new one. Print a line if another was
-    recorded.
+    training_info.json) if that exists and belongs to the run, otherwise a new one. Print a line if a new folder
+    replaces a recorded one.
 
     Only the folder's name is taken from the checkpoint, which may have been copied or moved. The folder belongs to the
-    run if its ledger has the run number of the manifest of `checkpoint`, and if the checkpoint folder in the ledger
-    contains `checkpoint`, or no longer exists."""
+    run if its `LogLedger` has the run number that is in the manifest of `checkpoint`, and the checkpoint folder in the
+    ledger contains `checkpoint` or no longer exists."""
     candidate = _recorded(base_log_dir, recorded)
     if candidate is not None and _is_own(candidate, checkpoint):
         return str(candidate)

@@ -12,8 +12,9 @@ Metrics = Mapping[str, object]
 class LoggerInterface(ABC):
     """The base class of destinations of metrics. A run's `Logger` calls only the six methods below.
 
-    Steps count from 1 and never decrease, except after `truncate_after`. An exception of a tracker gives one warning;
-    one of a backend that writes the run's files ends the run, unless the disk is full."""
+    Steps count from 1 and never decrease, except after `truncate_after`. If a tracker (such as W&B) raises an
+    exception, the run continues with one warning. An exception of a backend that writes the run's own files ends the
+    run, unless the disk is full."""
 
     @abstractmethod
     def log_metrics(

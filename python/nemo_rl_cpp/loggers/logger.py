@@ -24,7 +24,8 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
     failing tracker or a full disk gives one warning; other errors end the run."""
 
     def __init__(self, cfg: LoggerConfig | Mapping[str, object]) -> None:
-        """Create the folder and the backends. Raise ValueError for an unknown key or a missing tracker."""
+        """Create the folder and the backends. Raise ValueError for an unknown key or if a tracker's package is
+        missing."""
         if isinstance(cfg, Mapping):
             cfg = {"monitor_gpus": False} | cfg
         section = as_model(cfg, LoggerConfig, "logger")

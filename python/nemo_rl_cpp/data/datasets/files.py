@@ -344,7 +344,8 @@ def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "
 
 def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
     """Return one data set with the rows of all `datasets`. The result is a `datasets.Dataset` if all `datasets` are of
-    this type and have the same columns, a `ListDataset` if all are of that type, and otherwise a `ChainedDataset`."""
+    this type and have the same columns, a `ListDataset` if each is a `ListDataset`, and otherwise a
+    `ChainedDataset`."""
     if len(datasets) == 1:
         return datasets[0]
     if all(isinstance(dataset, ListDataset) for dataset in datasets):

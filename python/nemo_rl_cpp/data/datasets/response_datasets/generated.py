@@ -229,8 +229,9 @@ class PythonFunctionsDataset(GeneratedDataset):
 
 
 class GuessNumberDataset(GeneratedDataset):
-    """Games in which the policy guesses a number from `min_number` to `max_number`, which replace `{low}` and `{high}`
-    in the prompt. Training and validation have the same games. A secret repeats only after every other has occurred."""
+    """Games in which the policy guesses a secret number from `min_number` to `max_number`; the two limits replace
+    `{low}` and `{high}` in the prompt. Training and validation have the same games. A secret number occurs again only
+    after all others have occurred."""
 
     task_name = "guess_number"
 

@@ -19,10 +19,10 @@ class HubSource(NamedTuple):
     repository: str
     question: str | Callable[[Row], str] = "problem"
     answer: str | Callable[[Row], object] = "answer"
-    subsets: tuple[str | None, ...] = (None,)
+    subsets: tuple[str | None, ...] = (None,)  # the subsets that are loaded; None: the default one
     split: str = "train"
-    repeat: int = 1
-    num_options: int = 4
+    repeat: int = 1  # how many times each row occurs
+    num_options: int = 4  # the maximum number of options of a multiple-choice question
 
 
 def last_boxed(text: str) -> str:

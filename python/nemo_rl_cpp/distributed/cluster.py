@@ -51,10 +51,10 @@ def shut_down(*clusters: "Cluster | None") -> None:
 
 
 class Cluster:
-    """The workers of a run, one per device: this process itself, processes on this machine, or Ray actors
-    (`cluster.executor`), which compute on the CPU. There are `bundle_ct_per_node_list` workers on each node; `settings`
-    is the section `cluster`, and `role` the word for a worker in messages. The constructor raises ValueError for GPU
-    workers outside this process."""
+    """The workers of a run, one per device: this process itself, processes on this machine, or Ray actors (as
+    `cluster.executor` sets). Workers outside this process compute on the CPU; the constructor raises ValueError if they
+    should use GPUs. `bundle_ct_per_node_list` has the number of workers on each node, `settings` is the configuration
+    section `cluster`, and `role` the word for a worker in messages."""
 
     def __init__(
         self, bundle_ct_per_node_list: list[int], use_gpus: bool = True, name: str = "", settings: ClusterConfig | None = None,

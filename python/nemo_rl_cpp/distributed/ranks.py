@@ -196,10 +196,11 @@ def _sum(ranks: Communicator | None, value: float) -> float:
 def deal(
     data: RaggedBatch, begin: int, end: int, parts: int, weights: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Divide the samples [begin, end) into parts with about equal numbers of tokens, or sums of `weights` [B]. Return
-    each part's sample indices in ascending order. Consecutive samples with the same `group_id` (without it, `draw_ids`)
-    stay together, to share their prompt, unless there are fewer groups than parts. The largest group is assigned first,
-    each to the first of the parts with the fewest tokens so far."""
+    """Divide the samples [begin, end) into parts with about equal numbers of tokens, or if `weights` [B] is given, with
+    about equal sums of the samples' weights. Return each part's sample indices in ascending order. Consecutive samples
+    with the same `group_id` (without it, `draw_ids`) stay together, to share their prompt, unless there are fewer
+    groups than parts. The largest group is assigned first, each to the first of the parts with the fewest tokens so
+    far."""
     if parts == 1:
         return [list(range(begin, end))]
     lengths = data.lengths.tolist() if weights is None else weights

@@ -266,7 +266,7 @@ class RayWorkers(Workers):
 
 
 class _Beats:
-    """A record of how long each rank has been silent, from the heartbeats that it counts in `store`."""
+    """A record of how many seconds each rank has been silent. Ranks count their heartbeats in the TCP store `store`."""
 
     def __init__(self, store: TCPStore, ranks: list[int]) -> None:
         self._store, self._counts, self._looked = store, {}, time.monotonic()

@@ -192,7 +192,7 @@ WITH_A_TEXT_SECTION = {
 
 def _read_defaults() -> dict[str, dict[str, Plain]]:
     """Return {model_type: transformers 5's defaults for keys that config.json omits}, from config_defaults.json. An
-    entry there also has the keys of the earlier entry that it names as `like`."""
+    entry of this file that names an earlier one as `like` also has the keys of the earlier one."""
     defaults: dict[str, dict[str, Plain]] = {}
     for name, own in json.loads(Path(__file__).with_name("config_defaults.json").read_text(encoding="utf-8")).items():
         defaults[name] = defaults.get(own.pop("like", ""), {}) | own

@@ -27,9 +27,9 @@ _DTYPES = {"F32": np.float32, "U8": np.uint8, "I8": np.int8}
 
 
 class QuantisedTensors:
-    """The tensors of a safetensors file that bitsandbytes wrote, with each quantised matrix (codes and scales) as one.
-    `places` maps a name to its `Place`. `restored` returns a matrix in nf4 in the native core's block format NF4, and a
-    matrix in 8 bits as float32."""
+    """The tensors of a safetensors file that bitsandbytes wrote, with each quantised matrix, which the file stores as
+    several tensors (codes and scales), as one. `places` maps a name to its `Place`. `restored` returns a matrix in nf4
+    in the native core's block format NF4, and a matrix in 8 bits as float32."""
 
     def __init__(self, file: Path, entries: Mapping[str, Place]) -> None:
         self._file, self._entries = file, entries
@@ -104,7 +104,8 @@ class QuantisedTensors:
         return blocks
 
     def _scales(self, name: str) -> np.ndarray:
-        """Return the float32 scale of each block in nf4. With double quantisation the file stores them in 8 bits."""
+        """Return the float32 scale of each block of the matrix `name` in nf4. With double quantisation the file stores
+        them in 8 bits."""
         state, absmax = self._states[name], self._read(f"{name}.absmax").reshape(-1)
         if f"{name}.nested_absmax" not in self._entries:
             return absmax

@@ -84,7 +84,8 @@ def _micro_batches(config: TrainMasterConfig) -> Iterator[int | None]:
 
 
 def _kept_sizes(config: TrainMasterConfig, recomputes: bool) -> list[float | None]:
-    """Return the values of policy.kept_activations_gb to try."""
+    """Return the values of policy.kept_activations_gb to try, largest first. `recomputes`: activation checkpointing is
+    on, so no activations are kept."""
     policy = config.policy
     if "policy.kept_activations_gb" in config.fixed_by_user:
         return [policy.kept_activations_gb]

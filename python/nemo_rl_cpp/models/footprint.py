@@ -17,14 +17,16 @@ _SUM = 4
 
 @dataclass(frozen=True)
 class Buffers:
-    """The bytes that the native core's buffers take per token of a pass, with `width` bytes of a number: 2 or 4."""
+    """The bytes per token of the native core's buffers in forward and backward passes. `width`: bytes of a number in
+    the run's precision, 2 or 4."""
 
     sizes: ModelSizes
     width: int
 
     @property
     def _mixer(self) -> float:
-        """Return the bytes per token that a layer's mixer stores for the backward pass, averaged over all layers."""
+        """Return the bytes per token that a layer's mixer (attention, or a recurrent layer) stores for the backward
+        pass, averaged over all layers."""
         s, layers = self.sizes, self.sizes.num_hidden_layers
         query, key_value = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
         gate = query if s.recurrent_layers and not s.mlp_layers else 0
@@ -65,11 +67,13 @@ class Buffers:
         return self.width * (s.hidden_size + self._inner) + results + by_expert
 
     def head(self, scored: float) -> float:
-        """Return the bytes per token of the LM head's inputs and their gradients; the share `scored` has logits."""
+        """Return the bytes per token of the LM head's inputs and their gradients. `scored`: the fraction of the tokens
+        for which logits are computed."""
         return scored * self.sizes.hidden_size * (3 * _SUM + self.width)
 
     def training(self, checkpointing: bool, scored: float) -> float:
-        """Return the bytes per token of a forward and a backward pass. The share `scored` of the tokens gets logits."""
+        """Return the bytes per token of a forward and a backward pass. `scored`: the fraction of the tokens for which
+        logits are computed."""
         s, layers = self.sizes, self.sizes.num_hidden_layers
         stored = self.layer * layers
         if checkpointing:
@@ -91,8 +95,8 @@ class Buffers:
         return streams + self.width * columns + self._scratch
 
     def scoring(self, scored: float) -> float:
-        """Return the bytes per token of a forward pass without a backward pass. The share `scored` of the tokens gets
-        logits."""
+        """Return the bytes per token of a forward pass without a backward pass. `scored`: the fraction of the tokens
+        for which logits are computed."""
         head = scored * self.sizes.hidden_size * (_SUM + self.width)
         return _SUM * self.sizes.hidden_size + self._mixer + self._scratch + head
 

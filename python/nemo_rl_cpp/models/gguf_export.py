@@ -222,7 +222,9 @@ _EXACT = ("ssm_conv1d.weight", "ssm_alpha.weight", "ssm_beta.weight", "ffn_gate_
 
 
 def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
-    """Return the format of the tensor `name` in a file of `kind`: some are float32, embeddings in q4_0 are q8_0."""
+    """Return the format in which a GGUF file of `kind` stores the tensor `name`: mostly `kind`, but float32 for vectors
+    and a few other tensors, q8_0 for embeddings and LM head in a q4_0 file, and f16 for rows that blocks of 32 do not
+    divide."""
     if len(shape) < 2 or name.endswith(_EXACT):
         kind = "f32"
     elif kind == "q4_0" and name in ("token_embd.weight", "output.weight"):

@@ -167,8 +167,8 @@ def text_section(config: Mapping[str, Plain]) -> Mapping[str, Plain]:
 
 
 def _text_overrides(config: Mapping[str, Plain], overrides: Mapping[str, Plain]) -> Mapping[str, Plain]:
-    """Return the overrides with the keys of their section `text_config` at the top level, where `text_section` has
-    them."""
+    """Return `overrides` with the keys of the section `text_config`, if they have it, moved to the top level, as
+    `text_section` does with those of config.json."""
     section = overrides.get("text_config")
     if section is None or str(config.get("model_type")) not in WITH_A_TEXT_SECTION:
         return overrides

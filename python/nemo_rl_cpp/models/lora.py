@@ -46,7 +46,8 @@ def remove_adapter(weights: Path) -> None:
 
 
 def _joined(modules: Sequence[str], shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[tuple[str, int], ...]]:
-    """Return `Lora.joined` for the adapted `modules`; `shapes` are the shapes of the model's parameters."""
+    """Return the attribute `joined` of `Lora` for the adapted modules `modules`. `shapes`: {name: shape} of the model's
+    parameters."""
     found = {}
     for module in modules:
         path, _, name = module.rpartition(".")
@@ -57,7 +58,7 @@ def _joined(modules: Sequence[str], shapes: Mapping[str, Sequence[int]]) -> dict
 
 
 def _among_images(module: str) -> str:
-    """Return the name that Gemma 3 with images has for a module of its text model."""
+    """Return the name that a module of the text model has within the vision-language model of Gemma 3."""
     return module.replace("model.", "model.language_model.", 1)
 
 
@@ -105,7 +106,8 @@ class Lora:
         return [our_name(f"{module}.weight") for module in self.modules]
 
     def slices(self, native: dict[str, Plain], ranks: Ranks) -> Slices:
-        """Return the layouts of the adapters' flat buffers, as `Slices.of` does for the weights."""
+        """Return the layouts of the flat buffers of the adapters' weights: of the whole model and of each
+        tensor-parallel rank's slice. `native`: the arguments of the native `DecoderModel`."""
         count = ranks.tensor_size
         adapters = (native, self.settings.dim, self.targets)
         layouts = [C.ParameterLayout(*adapters, rank, count) for rank in range(count)]
@@ -184,7 +186,8 @@ class Lora:
 
     @cached_property
     def _is_text_of_images(self) -> bool:
-        """Whether transformers loads the base with its vision tower, as AutoModelForCausalLM does only with Gemma 3."""
+        """Return whether the base is a vision-language model of Gemma 3, the only kind that transformers'
+        AutoModelForCausalLM loads with its vision tower."""
         path = self.folder.path
         return path is not None and read_config_file(path).get("model_type") == "gemma3"
 

@@ -254,7 +254,8 @@ def _kv_cache(config: TrainMasterConfig, sizes: ModelSizes, responses: int, sequ
 
 
 def _states(policy: PolicyConfig, sizes: ModelSizes, sequences: int, prompts: int) -> Parts:
-    """Return the memory of the recurrent states of sequences and prompts (csrc/generation/engine.cpp)."""
+    """Return the memory of the states of the recurrent layers, for `sequences` sequences and their `prompts` distinct
+    prompts (csrc/generation/engine.cpp)."""
     if not sizes.recurrent_layers:
         return ()
     states = len(sizes.recurrent_layers) * float(sequences + min(prompts, sequences))
@@ -286,7 +287,8 @@ def micro_batch_tokens(model: TrainedModelConfig, kind: str) -> int:
 
 
 def _shared_tokens(config: TrainMasterConfig, model: TrainedModelConfig, kind: str) -> float:
-    """Return the maximum number of tokens that the native core computes for a micro-batch: groups share prompts."""
+    """Return the maximum number of tokens that the native core computes for a micro-batch of the `kind` "train" or
+    "logprob", with a prompt that several responses share counted once."""
     tokens = micro_batch_tokens(model, kind)
     if config.algorithm == "sft" or not model.share_prompt_prefix:
         return tokens
@@ -295,14 +297,16 @@ def _shared_tokens(config: TrainMasterConfig, model: TrainedModelConfig, kind: s
 
 
 class _Training(NamedTuple):
-    """The memory of training a model: `now` is in use while it trains, and `held` in the other phases."""
+    """The memory of training a model: `now` is in use while the model trains, `held` during the other phases of a
+    step."""
 
     now: Parts
     held: Parts = ()
 
 
 def _of_training(config: TrainMasterConfig, name: str, sizes: ModelSizes, parameters: int, ranks: int) -> _Training:
-    """Return the memory of training the model `name` ("policy" or "value"), at least that of the first step."""
+    """Return the memory of training the model `name` ("policy" or "value"): the maximum of the first step, which reuses
+    no activations of generation, and of a later step."""
     model: TrainedModelConfig = getattr(config, name)
     gradients = (f"{name} gradients", gradient_bytes(model, sizes, _trained(model, parameters, sizes), ranks))
     head = (_head(model, sizes, "train", _scored_share(config)),) if name == "policy" else ()
@@ -342,7 +346,7 @@ def _generated_tokens(config: TrainMasterConfig, responses: int, sequences: int 
 
 
 def _scored_share(config: TrainMasterConfig) -> float:
-    """Return the share of the tokens in a sequence of maximum length that can be in the loss."""
+    """Return the maximum fraction of a sequence's tokens that are in the loss, for a sequence of the maximum length."""
     policy = config.policy
     if config.algorithm == "sft" or getattr(config.loop, "max_rollout_turns", 1) > 1:
         return 1.0

@@ -27,7 +27,8 @@ BLOCK_WEIGHTS = 32
 class ModelFolder:
     """The description of a model before it is built: `config` is config.json in the canonical form of
     `models.hf_config`, `path` the folder of the weights (None: drawn from `seed`), `max_length` the longest sequence
-    (None: all positions), `remarks` warnings for the user, and `adapter` one that is added to the weights."""
+    (None: all positions), `remarks` warnings for the user, and `adapter` a saved LoRA adapter that is added to the
+    weights (None: no adapter)."""
 
     config: dict[str, Plain]
     path: Path | None
@@ -54,8 +55,9 @@ class ModelFolder:
             weight_files.fill_parameters(self.path, parameter_shapes(native), entries, lambda name, entry: None)
 
     def check_quantization(self, key: str, device: str = "cpu") -> None:
-        """Raise ModelFolderError if the rows of a matrix are not divisible into blocks of 32 weights, as `key` requires,
-        or if the model has experts and `device` is a GPU, which does not read experts in blocks."""
+        """Raise ModelFolderError if the rows of a matrix are not divisible into blocks of 32 weights, as the
+        quantisation set by the configuration key `key` requires, or if the model has experts and `device` is a GPU,
+        which does not read experts in blocks."""
         if self.quantization is None:
             return
         native = self.native()
@@ -83,7 +85,8 @@ class ModelFolder:
                 )
 
     def check_slices(self, count: int, key: str) -> None:
-        """Raise ModelFolderError if the model has no `count` tensor-parallel slices, which `key` sets."""
+        """Raise ModelFolderError if the model cannot be divided into `count` tensor-parallel slices, the value of the
+        configuration key `key`."""
         native = self.native()
         shared = {
             "attention heads": native["num_heads"], "key/value heads (num_key_value_heads)": native["num_kv_heads"],
@@ -182,7 +185,8 @@ def open_model_folder(
 
 
 def tiny_random(overrides: Mapping[str, Plain] | None = None, **fields: object) -> ModelFolder:
-    """Return the small model with random weights that `tiny-random` names. `fields`: others of `ModelFolder`."""
+    """Return the small model with random weights that has the name `tiny-random`. `overrides` change its config.json;
+    `fields` are further fields of `ModelFolder`."""
     remarks = _override_remarks(TINY_RANDOM, hf_config.TINY_CONFIG, overrides)
     try:
         config = hf_config.canonical_config(hf_config.TINY_CONFIG, overrides)

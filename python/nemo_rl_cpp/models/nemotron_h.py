@@ -36,7 +36,8 @@ def pattern_of(form: Mapping[str, Plain]) -> str:
 
 
 def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the config.json `form` with `hybrid_override_pattern`, and with the keys that other architectures have."""
+    """Return the config.json `form` with the kinds of its layers only in `hybrid_override_pattern`, and with
+    `num_hidden_layers`, `rms_norm_eps` and `time_step_limit` set, also if it has them under other names."""
     kept = {key: value for key, value in form.items() if key not in ("layers_block_type", "layer_types")}
     pattern = pattern_of(form)
     return kept | {

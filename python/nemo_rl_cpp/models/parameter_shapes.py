@@ -74,7 +74,8 @@ def _attention_shapes(native: Mapping[str, Plain]) -> Shapes:
 
 
 def _up_matrices(native: Mapping[str, Plain]) -> list[str]:
-    """Return the names of the matrices by which an MLP's activation is computed."""
+    """Return the names of the MLP's matrices that multiply its input: "gate" and "up", or "up" for the ungated
+    activation relu_squared."""
     return ["up"] if native["activation"] == "relu_squared" else ["gate", "up"]
 
 

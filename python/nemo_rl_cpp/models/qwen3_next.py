@@ -30,7 +30,8 @@ _NAME = re.compile(r"(.*\.linear_attn\.)(in_proj_\w+)(\.weight|\.lora_[AB]\.weig
 
 
 def _projection(tensor: str, among: Mapping[str, object]) -> tuple[str, str, str] | None:
-    """Return the path, the matrix and the kind of a tensor's name if its matrix is one of `among`, else None."""
+    """Return the three parts of a tensor's name, such as ("model.layers.0.linear_attn.", "in_proj_qkvz", ".weight"), if
+    the second, the matrix, is a key of `among`; otherwise None."""
     found = _NAME.fullmatch(tensor)
     return found.groups() if found is not None and found[2] in among else None
 

@@ -106,8 +106,9 @@ def of_kind(form: Mapping[str, Plain], kind: str) -> dict[str, Plain]:
 
 
 def _settle_positions(form: dict[str, Plain], scaling: dict[str, Plain], positions: Plain) -> None:
-    """Move `original_max_position_embeddings` from `form` into the RoPE section `scaling`, where `positions` is its
-    default. If yarn's factor is null, derive it from both, as transformers does."""
+    """Move `original_max_position_embeddings` from `form` into the RoPE section `scaling`, with the default
+    `positions`. If yarn's factor is null, set it to the quotient of `positions` and this number, as transformers
+    does."""
     original = _first(form.pop(_ORIGINAL, None), scaling.get(_ORIGINAL), positions)
     scaling[_ORIGINAL] = original
     lacks_factor = scaling["rope_type"] == "yarn" and scaling.get("factor", 0) is None

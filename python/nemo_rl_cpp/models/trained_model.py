@@ -238,7 +238,8 @@ class TrainedModel:
     def _score_candidates(
         self, model: C.DecoderModel, batch: RaggedBatch, temperature: float, k: int
     ) -> tuple[Tensor, Tensor]:
-        """Return (ids int64 [T, k], log-probabilities [T, k]) of `candidate_ids`, or of the k most likely tokens."""
+        """Return (ids int64 [T, k], log-probabilities [T, k]) of the batch's `candidate_ids`, or if it has none, of the
+        k most likely tokens at the position of each token to score. Other positions have 0."""
         trainer = self.trainer if model is self.model else self._trainer_of(model)
         batching, rows = self._batching("logprob"), self.ranks.part(batch)
         given = batch.tokens.get("candidate_ids")

@@ -209,10 +209,10 @@ def fill_parameters(
     tensors: Iterable[tuple[str, RawTensor | TensorEntry]],
     put: Callable[[str, RawTensor | TensorEntry], None],
 ) -> None:
-    """Call put(name, tensor) for every parameter of `shapes` that `tensors`, those of `folder`, contains. A critic may
-    be filled from a causal language model: its LM head is skipped, and score.weight may be missing. With tied weights,
-    the LM head may replace a missing embedding. Raise ModelFolderError for a missing, unexpected, duplicate or
-    misshapen tensor or dtype; the message lists up to eight of each kind."""
+    """Call put(name, tensor) for every parameter of `shapes` that is among `tensors`, the (name, tensor) pairs read
+    from `folder`. A critic may be filled from a causal language model: its LM head is skipped, and score.weight may be
+    missing. With tied weights, the LM head may replace a missing embedding. Raise ModelFolderError for a missing,
+    unexpected, duplicate or misshapen tensor or dtype; the message lists up to eight of each kind."""
     tied = HEAD not in shapes and VALUE_HEAD not in shapes
     missing, wrong, foreign, extra, stood_in = set(shapes), [], [], [], False
     for given, tensor in split_experts(split_projections(tensors, folder), FUSED in shapes):
@@ -388,8 +388,8 @@ def split_experts(
 def _stacked_experts(
     prefix: str, names: Sequence[str], tensor: RawTensor | TensorEntry
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield (name, view) of each expert's matrices. The rows of `tensor` [experts, rows, columns] are in equal parts
-    those of the matrices `names`."""
+    """Yield (name, view) of each expert's matrices. `tensor` [experts, rows, columns] has for each expert the matrices
+    `names` one below the other, with equal numbers of rows."""
     count, rows, columns = tensor.shape
     part = tensor._replace(shape=[rows // len(names), columns])
     for index in range(count * len(names)):
@@ -459,8 +459,8 @@ _INNER = ".base_layer"
 
 
 def name_in_text_model(name: str) -> str:
-    """Return the name without PEFT's prefix of an adapter's tensor. Of Gemma 3 with images it is the name in the text
-    model."""
+    """Return the name of an adapter's tensor without PEFT's prefix. A name from the vision-language model of Gemma 3
+    becomes the name in its text model."""
     return name.removeprefix(PREFIX).replace("model.language_model.", "model.", 1)
 
 

@@ -64,8 +64,8 @@ class Slices:
         return flat
 
     def gather(self, flat: Tensor | None, what: str) -> Tensor | None:
-        """Return the whole model's flat buffer of the slices `flat` of all tensor-parallel ranks on the first of them,
-        and None on the others. `what` names the buffer in messages."""
+        """Gather the slices of a flat buffer (`flat`, this process's slice) from all tensor-parallel ranks. Return the
+        whole model's buffer on the first rank, and None on the others. `what` names the buffer in error messages."""
         if self.ranks.tensor_size == 1 or flat is None:
             return flat
         peers, phase = self.ranks.tensor, f"gathering the slices of {what}"
@@ -98,9 +98,10 @@ def buffers(model: C.DecoderModel) -> dict[str, Tensor]:
 
 def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
     """Fill a native `DecoderModel`, or its tensor-parallel slice, from the weights of a folder, converted if their
-    dtype differs. From a causal language model a critic's scalar head starts at zero, so the first values are 0. The
-    matrices of a quantised model are quantised one by one; blocks of its format are copied. Raise ModelFolderError for
-    damaged files, and missing, unexpected or misshapen tensors, listing up to eight of each kind."""
+    dtype differs. If a critic is loaded from a causal language model, its scalar head starts at zero, so the first
+    values are 0. The matrices of a quantised model are quantised one by one; blocks of its format are copied. Raise
+    ModelFolderError for damaged files, and missing, unexpected or misshapen tensors, listing up to eight of each
+    kind."""
     folder = Path(folder)
     target = named_views(model.specs, model.compute if model.masters is None else model.masters)
     specs = {spec.name: spec for spec in model.specs}
@@ -167,7 +168,8 @@ def save_weights(
     model: C.DecoderModel, folder: str | Path, config: Mapping[str, Plain], max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Write config.json and the model's weights, or `tensors`, in its precision; sharded files if large."""
+    """Write config.json, and `tensors` (None: the model's weights) in their dtype, as one safetensors file, or as
+    several with an index if they exceed `max_shard_bytes`."""
     folder = Path(folder)
     save_config(folder, config, model.compute.dtype)
     tensors = named_views(model.specs, model.compute) | buffers(model) if tensors is None else tensors
@@ -228,7 +230,8 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
     views = named_views(model.specs, flat)
 
     def draw(whole: list[int], spread: float) -> Tensor:
-        """Return normal random numbers of which only a few rows at a time exist in float32."""
+        """Return a tensor of the shape `whole` of normal random numbers with standard deviation `spread`, drawn in
+        float32 a few rows at a time, to save memory."""
         out = torch.empty(whole, dtype=flat.dtype)
         count = max(1, _DRAWN_AT_ONCE // whole[-1] // 16 * 16)  # a multiple of 16, as torch draws 16 numbers at a time
         for rows in out.split(count):

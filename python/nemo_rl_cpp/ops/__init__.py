@@ -33,7 +33,8 @@ class GroupBaseline(NamedTuple):
 
 
 class TokenAdvantages(NamedTuple):
-    """Advantages and returns of each token, [B, S] or [T]. `degenerate`: too few valid tokens to whiten, all are 0."""
+    """Advantages and returns of each token, [B, S] or [T]. `degenerate`: there were too few valid tokens to whiten the
+    advantages, so all are 0."""
 
     advantages: Tensor
     returns: Tensor | None
@@ -63,7 +64,8 @@ def group_baseline(
 
 
 def grpo_advantages(rewards: Tensor, baseline: Tensor, std: Tensor, *, normalize: bool) -> Tensor:
-    """Return reward - baseline, [B]; if `normalize` and std > 0 divided by std + 1e-6. Raise ValueError."""
+    """Return rewards - baseline, [B]; if `normalize`, divided by std + 1e-6 where std > 0. Raise ValueError if the
+    arguments differ in shape."""
     if not rewards.shape == baseline.shape == std.shape:
         shapes = ", ".join(str(list(t.shape)) for t in (rewards, baseline, std))
         raise ValueError(f"rewards, baseline and std have the shapes {shapes}: expected [B] for all")

@@ -164,7 +164,8 @@ class CollectiveWeights(SentWeights):
         }  # fmt: skip
 
     def _together(self, ours: str, theirs: str, argument: object) -> list[list]:
-        """Call `ours` of rank 0 and `theirs` of all engines at once. Return [[rank 0's result], [engines' results]]."""
+        """Call the method `ours` of the policy's rank 0 and `theirs` of all engines with `argument`, at the same time.
+        Return [[rank 0's result], [engines' results]]."""
         trainers, engines = self._policy.group, self._generation.group
         calls = [trainers.run_single_worker_single_data(ours, 0, argument)]
         others = engines.run_all_workers_single_data(theirs, argument)

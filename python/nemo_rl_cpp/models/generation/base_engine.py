@@ -33,9 +33,9 @@ class Sampling(NamedTuple):
 
 
 class GenerationRequest(NamedTuple):
-    """The B rows of one `generate` call: the stream ("train", "val" or "eval") of all, and of each row the maximum
-    number of new tokens, `draw_ids` and `sample_index` (see `GenerationDatumSpec`), int64 [B], and distinct stop
-    strings."""
+    """The prompts and settings of one `generate` call, with B rows. `stream` is "train", "val" or "eval" for all rows.
+    Each row has `max_new_tokens`, `draws` and `samples` (`draw_ids` and `sample_index` in `GenerationDatumSpec`), int64
+    [B], and its distinct stop strings `stops`."""
 
     batch: RaggedBatch
     greedy: bool
@@ -49,8 +49,8 @@ class GenerationRequest(NamedTuple):
 class BaseEngine(GenerationInterface):
     """The base class of generation engines; subclasses implement `_respond`. By default an engine holds no memory
     between two `generate` calls. A row's response depends only on its prompt, its sampling settings and the seed of its
-    sampling: `seed`, stream, draw id and sample index (see `GenerationDatumSpec`). It includes the token or string that
-    ends it, so that training sees exactly the sampled tokens.
+    sampling: `seed`, stream, draw id and sample index (see `GenerationDatumSpec`). A response includes the end token or
+    stop string that ends it, so that training sees exactly the sampled tokens.
 
     Args:
         config: section `policy.generation`, as a configuration object or a mapping.
@@ -259,7 +259,8 @@ def _row_integers(name: str, values: Tensor | Sequence[int], rows: int) -> Tenso
 
 
 def _the_stream(value: str | Sequence[str | None] | None, rows: int) -> str:
-    """Return the stream ("train", "val" or "eval") that all rows share."""
+    """Return the stream ("train", "val" or "eval") that all `rows` rows share, "train" for None. Raise ValueError if
+    `value` names several streams or an unknown one."""
     per_row = [value] * rows if value is None or isinstance(value, str) else list(value)
     streams = sorted({row or "train" for row in per_row})
     if len(per_row) != rows or len(streams) != 1 or streams[0] not in STREAMS:

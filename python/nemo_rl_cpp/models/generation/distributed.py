@@ -47,7 +47,8 @@ class EngineHost:
         return {}
 
     def create_engine(self, config: GenerationConfig | None, options: dict[str, object]) -> int:
-        """Create an engine by `create_generation`, and return its number, by which other methods refer to it."""
+        """Create an engine by `create_generation(config, **options)`, and return its number, by which other methods
+        refer to it."""
         number = max(self._engines, default=-1) + 1
         self._engines[number] = self.create_generation(config, **options)
         return number
@@ -84,8 +85,8 @@ class EngineHost:
 class DistributedGeneration(GenerationInterface):
     """Generation in a policy's worker processes, with the interface of `NativeGeneration`. `config` is the engines'
     section (None: `policy.generation`), `options` are arguments of `Policy.create_generation`. Each rank generates the
-    samples that it will train: `blocks` are the arguments by which `generated_by` assigns them, (gradient_blocks,
-    train_global_batch_size, whether round-robin); None: no training follows."""
+    samples on which it will train. `blocks` are the settings by which `ranks.generated_by` assigns samples to ranks:
+    (gradient_blocks, train_global_batch_size, whether blocks are assigned round-robin); None: no training follows."""
 
     def __init__(
         self,
@@ -120,8 +121,8 @@ class DistributedGeneration(GenerationInterface):
         return self._of_engines("generate_with", [(self._number, share, greedy) for share in prompts], told)
 
     def _of_engines(self, method: str, each: list[tuple], told: list[OnFinished | None]) -> list:
-        """Call `method` with the arguments `each[i]` on all ranks of each engine i, and return the result of each engine's first rank.
-        `told[i]` receives the responses of engine i as they end."""
+        """Call `method` with the arguments `each[i]` on all ranks of each engine i, and return each engine's result,
+        that of its first rank. `told[i]` receives the responses of engine i as they end."""
         size = self.group.tensor_size
         calls = [call for call in each for _ in range(size)]
         by_worker = [listener for first in told for listener in (first, *[None] * (size - 1))]
@@ -188,7 +189,8 @@ def select(batch: RaggedBatch, rows: list[int]) -> RaggedBatch:
 
 class EngineWorker(EngineHost):
     """A worker that only generates. It holds engines, and a model without optimizer and master weights. The weights
-    come from refits. From the model folder only the shapes and the end tokens are read."""
+    come from refits (transfers from the trainers). From the model folder only the shapes and the end tokens are
+    read."""
 
     def __init__(self, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int, ranks: Ranks) -> None:
         self.config, self.tokenizer, self.ranks = config, tokenizer, ranks

@@ -155,7 +155,8 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _cache(module: nn.Module) -> object | None:
-    """Return an empty KV cache for the module; None if it has none, or if its cache holds other states."""
+    """Return an empty KV cache for the module; None if the module has no KV cache, or caches other states, such as
+    those of recurrent layers."""
     if accepts(module, "cache", "past_key_values") is None:
         return None
     try:

@@ -126,8 +126,9 @@ OnFinished = Callable[[list[int], list[list[int]]], None]
 
 
 class Pause(NamedTuple):
-    """The point within responses at which weights can change: after `after_tokens` of each, at least 2. With
-    `keep_cache` the KV cache of the old weights stays; otherwise it is recomputed with the new ones."""
+    """The point within responses at which weights can change: after `after_tokens` tokens (at least 2) of each
+    response. With `keep_cache` the KV cache computed with the old weights stays in use; otherwise it is recomputed with
+    the new weights."""
 
     after_tokens: int
     keep_cache: bool
@@ -135,8 +136,9 @@ class Pause(NamedTuple):
 
 @dataclass
 class WeightChange:
-    """One change of the weights, at the point `pause` of the responses of the first `generate` that reaches it
-    (`DedicatedGeneration`). `wait` blocks until the engines have the new weights; then `done` is true."""
+    """A planned change of the weights within responses, see `DedicatedGeneration`. The first `generate` call with a
+    response that reaches the point `pause` stops there, calls `wait`, which blocks until the engines have the new
+    weights, sets `done`, and continues."""
 
     pause: Pause
     wait: Callable[[], None]
@@ -185,9 +187,9 @@ def generating(generation: GenerationInterface) -> Iterator[None]:
 
 @contextmanager
 def finished_on_error(generation: GenerationInterface) -> Iterator[None]:
-    """Return a context that calls `finish_generation` after an error or Ctrl-C; on success the caller does. If
-    `finish_generation` fails, too, its error is added as a note. After Ctrl-C it runs in a separate thread, for which
-    the context waits one second."""
+    """Return a context that calls `finish_generation` if its block raises an error or Ctrl-C interrupts it; otherwise
+    the caller must call it. If `finish_generation` fails, too, its error is added as a note. After Ctrl-C
+    `finish_generation` runs in a separate thread, for which the context waits one second."""
     try:
         yield
     except Exception as error:
@@ -218,9 +220,10 @@ copied and hashed faster (tests/benchmarks/bench_refit.py)."""
 
 
 class RefitRendezvous(NamedTuple):
-    """The connection for refits between trainer rank 0 (as rank 0) and the engines (as ranks 1, 2, ...): the address of
-    the TCP store in the run's main process, the number of processes, the timeout of a message in seconds, its bytes of
-    weights, and whether only changed weights are sent."""
+    """The settings with which trainer rank 0 (as rank 0) and the engines (as ranks 1, 2, ...) connect for refits
+    (transfers of weights): `host` and `port` of the TCP store in the run's main process, the number `size` of
+    processes, the timeout `deadline` of a message in seconds, the number `bucket_bytes` of bytes of weights per
+    message, and whether only changed weights are sent (`delta`)."""
 
     host: str
     port: int

@@ -94,8 +94,8 @@ class NativeGeneration(BaseEngine):
     # ---- memory, weights and metrics
 
     def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
-        """Limit the KV cache to the memory that is free now, and with `agree` to the least of all tensor-parallel
-        ranks. The engine allocates only what its requests need, with the first batch."""
+        """Limit the KV cache to the memory that is free now, on all tensor-parallel ranks to the smallest of their
+        limits. The engine allocates the cache with the first batch, and only what its requests need."""
         limit = self.cache_bytes_now()
         self._engine.set_max_cache_bytes(limit if self.agree is None else self.agree(limit))
         return True
@@ -142,7 +142,8 @@ def _distinct_prompts(batch: RaggedBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def engine_options(policy: PolicyConfig, config: GenerationConfig, options: dict[str, object]) -> dict[str, object]:
-    """Return `options` with `max_model_len`: the policy's maximum sequence length, or a lower one of `config`."""
+    """Return `options` with the key `max_model_len`, unless they have it: the policy's maximum sequence length, or that
+    of `config` (vllm_cfg.max_model_len) if it is lower."""
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
     shorter = min(config.vllm_cfg.max_model_len or longest, longest)  # an evaluation may set a shorter length
     return {"max_model_len": shorter, **options}
@@ -153,7 +154,8 @@ def generation_on(
     config: GenerationConfig | None = None, **options: object,
 ) -> NativeGeneration:  # fmt: skip
     """Return an engine that reads the weights of `model` in place. `folder` defines the end tokens, `policy` the
-    maximum sequence length. `config` None: the section `policy.generation`."""
+    maximum sequence length. `config`: the generation settings (None: the section `policy.generation`). `digest` and
+    `options` are arguments of `NativeGeneration`."""
     config = config or policy.generation
     options = engine_options(policy, config, options)
     options.setdefault("end_token_ids", end_token_ids(folder.path, folder.config, tokenizer))

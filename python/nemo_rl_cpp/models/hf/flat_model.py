@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlatSpec:
-    """The position of a parameter in a flat buffer. If `split` is 0, the buffer holds only some of its rows, from row
-    `begin` on; if it is -1, the whole parameter."""
+    """The position of a parameter in a flat buffer, from element `offset` on. If `split` is -1, the buffer holds the
+    whole parameter; if 0, only some of its rows (of a parameter sharded over ranks), from its row `begin` on."""
 
     name: str
     shape: list[int]
@@ -65,8 +65,8 @@ class Piece(NamedTuple):
 
 class FlatModel:
     """A transformers module with the interface that `TrainedModel` needs, in one process: `module` in `dtype`, whose n
-    weights, tied ones once, are views of `compute` [n] in the order of `flat_layout`. `masters` [n] are float32 master
-    weights: `compute` itself if that is float32, None for a frozen model."""
+    weights (tied ones counted once) are views of the flat tensor `compute` [n], in the order of `flat_layout`.
+    `masters` [n] are float32 master weights: `compute` itself if that is float32, None for a frozen model."""
 
     masters_begin = 0
     blocks = ()  # a module's buffers are read from the module
@@ -137,8 +137,9 @@ class FlatModel:
 class ShardedModel:
     """A transformers module sharded over several ranks by FSDP2, with the interface of `FlatModel`. Each rank holds
     some rows of every parameter in float32. A forward pass gathers a layer's weights in the run's precision, and its
-    backward pass sums the gradients of each rank's rows over all ranks, so all take part, except inside `gathered`.
-    `flat_layout` has this rank's rows, `layouts` those of all ranks, `whole` the model in one process."""
+    backward pass sums the gradients of each rank's rows over all ranks. So all ranks must run the same passes, except
+    inside the context `gathered`. `flat_layout` has this rank's rows, `layouts` those of all ranks, `whole` the model
+    in one process."""
 
     masters_begin = 0
     blocks = ()  # a module's buffers are read from the module

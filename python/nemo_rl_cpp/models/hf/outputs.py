@@ -251,7 +251,8 @@ def _of_places(logits: Tensor, targets: Tensor, scoring: Scoring, unfiltered: bo
 
 
 def _inputs(module: nn.Module, rows: ModelRows) -> dict[str, object]:
-    """Return the arguments for the module's forward method. Only their positions tell packed samples apart."""
+    """Return the keyword arguments for the module's forward method. Packed samples are told apart only by their
+    position ids, which restart in each sample."""
     inputs: dict[str, object] = {"input_ids": rows.input_ids, "use_cache": False}
     if accepts(module, "position_ids") is not None:
         inputs["position_ids"] = rows.position_ids

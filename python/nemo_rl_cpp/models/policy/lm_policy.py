@@ -151,7 +151,8 @@ class Policy(TrainedModel, PolicyInterface):
         return PolicyUpdates(updates, exactness, batch.tokens["prev_logprobs"], reused, on_policy)
 
     def _old_logprobs(self, batch: RaggedBatch, exactness: Exactness | None, gbs: int) -> Tensor:
-        """Return the old policy's log-probabilities [T] for later updates: generation's if exact, else new ones."""
+        """Return the old policy's log-probabilities [T] for the updates after the first: generation's if they equalled
+        those of the first update's forward pass bit for bit (`exactness`), otherwise newly computed ones."""
         if exactness is not None and self.ranks.sum(exactness.mismatched_tokens) == 0:
             return batch.tokens["generation_logprobs"].to(self.trainer.out_dtype)
         own = [self.ranks.blocks(batch, b, b + gbs, self.config.gradient_blocks) for b in range(0, batch.size, gbs)]
@@ -159,15 +160,18 @@ class Policy(TrainedModel, PolicyInterface):
         return self._score(self.model, batch, self.scoring, rows)
 
     def _compare_whole_pass_now_and_then(self) -> None:
-        """Keep no activations in one of every `kept_activations_check_period` steps. That step compares a full forward
-        pass with generation, which alone detects an error in the layers, such as stale weights."""
+        """Once in `kept_activations_check_period` steps, let generation keep no activations. Training then runs a whole
+        forward pass, whose comparison with generation detects errors that reused activations would hide, such as stale
+        weights."""
         self._steps_since_comparison += 1
         if self.model.max_kept_bytes == 0 or self._steps_since_comparison == self.config.kept_activations_check_period:
             self.model.keep_activations(0)
             self._steps_since_comparison = 0
 
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
-        """Let generation keep activations for the next step if they were exact, and memory can hold `tokens`."""
+        """Let the next generation keep its activations for training, if generation and training agreed bit for bit in
+        this step (`exactness`) and the activations of `tokens` tokens fit into free memory (not checked if
+        kept_activations_gb is set); otherwise let it keep none."""
         gigabytes, agree = self.config.kept_activations_gb, exactness.tokens > 0 and exactness.mismatched_tokens == 0
         share = available_bytes() // (4 * self.ranks.size) if gigabytes is None else int(gigabytes * 1e9)
         limit = self.model.max_kept_bytes or share
@@ -227,9 +231,9 @@ class PolicyUpdates:
         return replace(parts[0], updates=updates, exactness=exactness, reused_tokens=reused)
 
     def shares(self, last_reused: float) -> tuple[float, float]:
-        """Return (share of tokens without a backward pass, share of tokens without a forward pass in training). The
-        second is `last_reused`, that of the first call on this batch, if this call repeats the batch and therefore
-        reuses no activations."""
+        """Return (fraction of tokens without a backward pass, fraction of tokens without a forward pass in training). A
+        call that repeats a batch reuses no activations; its second fraction is `last_reused`, that of the first call on
+        the batch."""
         packed = max(self.updates.packed_tokens, 1)
         reused = self.reused_tokens / packed if self.reused_tokens or self.on_policy else last_reused
         return self.updates.zero_gradient_tokens / packed, reused

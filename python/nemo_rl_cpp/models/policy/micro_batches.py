@@ -46,7 +46,8 @@ class MicroBatching:
 
 class RowBatch(C.RowBatch):
     """A batch in the form that the native trainer takes. Samples with equal `group_id` share their prompt. `wanted`
-    bool [T] marks the tokens to score (`wanted_tokens`), in whose place `targets` int64 [T, K] are scored, if given."""
+    bool [T] marks the tokens to score (`wanted_tokens`). With `targets` int64 [T, K], the K token ids `targets[t]` are
+    scored at each marked position t instead of the token there."""
 
     def __init__(self, data: RaggedBatch, wanted: Tensor, targets: Tensor | None = None) -> None:
         ids = data.tokens["input_ids"].to(torch.int64).contiguous()

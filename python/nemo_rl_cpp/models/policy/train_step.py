@@ -70,10 +70,10 @@ class Exactness:
 
 @dataclass
 class GlobalBatchResult:
-    """The result of one global batch for this rank's samples: `outputs` [T] of all of the `train` call's tokens, the
-    log-probability (or critic's value) of each trained token of this global batch, else 0; the number of micro-batches
-    in each of its gradient blocks (see `Ranks.blocks`); losses and metrics per micro-batch; and the numbers of tokens
-    in the forward passes, and of those without a backward pass."""
+    """The result of one global batch for this rank's samples. `outputs` [T] has the log-probability (or critic's value)
+    of each trained token of this global batch, and 0 for the other tokens of the `train` call. `blocks` has the number
+    of micro-batches of each gradient block (see `Ranks.blocks`); `losses` and `metrics` have an entry per micro-batch.
+    `packed_tokens` tokens were in forward passes, `zero_gradient_tokens` of them in no backward pass."""
 
     outputs: Tensor
     blocks: list[int] = field(default_factory=list)
@@ -115,8 +115,8 @@ class MicroBatchRunner:
         blocks: number of gradient blocks, the parts of a global batch whose gradients are added along a fixed tree (see
             `Ranks.blocks`); None: one per rank.
         sums: how gradients are summed over the ranks.
-        counts_loads: routers count each expert's tokens in backward passes, so every sample has one.
-        balance_weight: weight of the loss that balances experts, for which every sample has one; 0: no such loss."""
+        counts_loads: routers count each expert's tokens, in backward passes; so every sample gets a backward pass.
+        balance_weight: weight of the loss that balances experts; if above 0, every sample gets a backward pass."""
 
     trainer: C.Trainer
     loss_fn: Loss
@@ -224,18 +224,18 @@ class MicroBatchRunner:
 
 @dataclass
 class _RankGuard:
-    """The error handling of one rank in a global batch. Other ranks wait for this rank's part of each gradient sum, so
-    an error in the context `holding` is stored, and `raise_failure` raises it after the global batch. Without sums
-    during the backward passes it is raised at once."""
+    """The error handling of one rank in a global batch. If gradients are summed during the backward passes, other ranks
+    wait for this rank's part of each sum; so an error inside the context `holding` is stored, and `raise_failure`
+    raises it after the global batch. Otherwise an error is raised at once."""
 
     runner: MicroBatchRunner
     sums: GradientSums
     failed: Exception | None = None
 
     def planned(self, options: tuple[object, ...]) -> _GlobalBatch:
-        """Return `_GlobalBatch(runner, *options)`. If creating it fails, join the sums for which other ranks wait, then
-        raise the error. If no rank has failed, also send the activations kept from generation of the samples that
-        another rank trains (`MicroBatchRunner.evens_out`)."""
+        """Return `_GlobalBatch(runner, *options)`. If creating it fails, join the gradient sums for which other ranks
+        wait, then raise the error. If samples move between ranks (`MicroBatchRunner.evens_out`) and no rank has failed,
+        also send the activations that generation kept of them."""
         runner, batch = self.runner, None
         try:
             batch = _GlobalBatch(runner, *options)

@@ -51,8 +51,8 @@ class ServerStatusError(VllmError):
 
 class ServerClient:
     """A client of the vLLM server at `url` (http://host:port, optionally with a path prefix). `key` is sent as
-    `Authorization: Bearer`. A call fails after `timeout` seconds without data, with the text `why()` about the
-    server."""
+    `Authorization: Bearer`. A call fails after `timeout` seconds without data. `why()` returns a text on the server's
+    state for the error message."""
 
     def __init__(self, url: str, key: str | None, timeout: float, why: Callable[[], str] = lambda: "") -> None:
         parts = urlsplit(url)
@@ -190,7 +190,8 @@ _ENDS_WITH_THE_TRAINER = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -KILL 0) & 
 
 
 def check_interpreter(python: str, patience: float = 60.0) -> None:
-    """Raise ValueError unless `python` is an interpreter with the supported vLLM. `patience`: timeout in seconds."""
+    """Raise ValueError unless `python` is a Python interpreter with a supported version of vLLM. `patience`: timeout in
+    seconds."""
     command = [python, "-I", "-c", _VERSION]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=patience, stdin=subprocess.DEVNULL)
@@ -476,7 +477,8 @@ def _check_facts(facts: dict, policy: PolicyConfig, device: str, refuse: Refuse)
 
 
 def _check_generate(client: ServerClient, refuse: Refuse) -> None:
-    """Raise the error `refuse(text)` if the server's route for token ids is closed, or needs an API key."""
+    """Raise the error `refuse(text)` if the server does not offer its route that takes token ids as prompts, or
+    requires an API key for it."""
     try:
         client.call(_JOINING, "POST", GENERATE, {})
     except ServerStatusError as error:

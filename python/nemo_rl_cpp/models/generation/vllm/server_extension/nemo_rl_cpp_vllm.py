@@ -86,9 +86,9 @@ def check_all_loaded(expected: set, loaded: set | None) -> None:
 
 
 def pack_again(model) -> None:
-    """Pack weights of `model` again that a reload on a CPU has left in another layout than matrix products read: those
-    of a tied LM head, whose products read a packed copy, and those of experts, which vLLM packs in place, but only at
-    the first load."""
+    """On a CPU, restore the layout that matrix products read for weights of `model` that a reload leaves in another
+    one: the packed copy of a tied LM head, and the weights of experts, which vLLM packs in place only at the first
+    load."""
     for module in model.modules():
         if hasattr(module, "cpu_linear") and module.weight.numel():
             module.quant_method.process_weights_after_loading(module)

@@ -48,7 +48,8 @@ def aggregate_microbatch_metrics(all_mb_metrics: Mapping[str, list[float]]) -> d
 
 
 def _mean_of_tokens(sums: list[float], tokens: list[float]) -> float:
-    """Return the mean of sums[b] / tokens[b] over the batches b with tokens, with one division per number of tokens."""
+    """Return the mean of sums[b] / tokens[b] over the batches b with tokens. The sums of batches with equally many
+    tokens are added before the division, for exactness."""
     total: dict[float, list[float]] = {}
     for value, count in zip(sums, tokens):
         if count > 0:

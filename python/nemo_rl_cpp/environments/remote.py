@@ -179,7 +179,8 @@ def ray_environment(
 
 
 class LocalActor:
-    """A handle to an object in this process, like that of a Ray actor. A daemon thread runs its calls in order."""
+    """A handle to an object in this process, used like the handle of a Ray actor. A daemon thread runs the calls in
+    order."""
 
     def __init__(self, instance: object) -> None:
         self._instance = instance

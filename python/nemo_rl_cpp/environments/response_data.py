@@ -143,8 +143,8 @@ def _about_truths(
 
 
 def _verdict(truth: object, name: str, section: Mapping[str, object]) -> str | None:
-    """Return whether the environment `name` can compare responses with `truth`: None if so, "as text" if only the same
-    text is correct, "never" if no response is, and "wrong" if the environment rejects `truth` with an error."""
+    """Return whether the environment `name` can compare responses with `truth`: None if it can, "as text" if only the
+    same text is correct, "never" if no response is, and "wrong" if the environment rejects `truth` with an error."""
     try:
         if name == "code":
             parse_tests(truth)

@@ -86,8 +86,8 @@ class VerifierBase(ABC):
         """Return (score, extracted answer or None) for one response."""
 
     def verify(self, response: str, ground_truth: str, **kwargs: object) -> tuple[float, str | None, bool]:
-        """Return (score, extracted answer or None, whether no response can match). If `judge` raises an exception, the
-        score is 0."""
+        """Return (score, extracted answer or None, whether no response can match). If `judge` raises an exception other
+        than VerifierUseError, the score is 0."""
         try:
             return *self.judge(response, ground_truth, **kwargs), False
         except VerifierUseError:

@@ -48,8 +48,8 @@ def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> 
 
 
 def _ways(others: list[list[int]], votes: int, first: int, remaining: int) -> int:
-    """Return in how many ways `remaining` votes go to `others` (the places of each answer) so that each loses against
-    an answer with `votes` votes, the first of them at `first`."""
+    """Return in how many ways `remaining` votes can go to the answers `others` (the indices of each answer's responses)
+    so that each of them loses against an answer with `votes` votes, whose first response has the index `first`."""
     ways = [1] + [0] * remaining  # ways[m]: the number of ways in which m votes go to the answers so far
     for place in others:
         after = sum(i > first for i in place)

@@ -69,14 +69,16 @@ def side_by_side(columns: Sequence[dict[str, str]]) -> Rows:
 
 
 def differing_keys(configs: Sequence[dict[str, Plain]], ignored: tuple[str, ...] = ()) -> Rows:
-    """Return a table row for each key whose value differs between `configs`, except with a prefix in `ignored`."""
+    """Return a table row for each key whose value differs between `configs`, except keys that begin with an entry of
+    `ignored`."""
     flat = [flatten_dict(config, expand_lists=False) for config in configs]
     rows = side_by_side([{key: text_of(value) for key, value in sorted(one.items())} for one in flat])
     return {key: row for key, row in sorted(rows.items()) if len(set(row)) > 1 and not key.startswith(ignored)}
 
 
 def run_folder(folder: Path) -> Path:
-    """Return `folder`, or its newest exp_NNN, whichever has metrics. Raise ValueError if neither has."""
+    """Return the folder of a run's logs: `folder` if it has metrics, otherwise its newest subfolder exp_NNN with
+    metrics. Raise ValueError if neither has."""
     if (folder / METRICS).is_file():
         return folder
     inside = [path for path in folder.glob("exp_*") if (path / METRICS).is_file() and path.name[4:].isdigit()]

@@ -31,7 +31,8 @@ RULES: list[Callable[[MetricHistory], Finding | None]] = []
 
 
 def rule(metric: str = "") -> Callable[[Callable[[MetricHistory], Found]], Callable[[MetricHistory], Finding | None]]:
-    """Return a decorator that registers a rule for `find`; its findings are about `metric`."""
+    """Return a decorator for functions that look for one finding in a history. It adds the function to the rules that
+    `find` applies. The findings are about `metric`, unless the function returns another metric."""
 
     def add(function: Callable[[MetricHistory], Found]) -> Callable[[MetricHistory], Finding | None]:
         @wraps(function)
@@ -231,7 +232,8 @@ def unmatchable_truths(h: MetricHistory) -> Found:
 
 @rule(REWARD)
 def reward_trend(h: MetricHistory) -> Found:
-    """Report whether the reward rose or fell beyond the noise between steps, or, except in a distillation, neither."""
+    """Report whether the reward rose or fell by more than the noise between steps. If it did neither, report this, too,
+    but not in a distillation."""
     trend = h.trend(REWARD)
     if trend is None:
         return None
@@ -290,7 +292,8 @@ def prompts_cut(h: MetricHistory) -> Found:
 
 
 def _cut_costs_nothing(h: MetricHistory) -> bool:
-    """Return whether truncated responses earn about as much as all; if nearly all are, whether the reward rises."""
+    """Return whether the mean reward of truncated responses is about that of all responses. If nearly all responses are
+    truncated, return whether the reward rises."""
     cut, every, rate = (h.by_step(name) for name in ("train/reward_of_truncated", REWARD, CUT))
     steps = [step for step in cut if rate.get(step, 1.0) < 0.97 and step in every]
     if steps:
@@ -365,8 +368,9 @@ def value_quality(h: MetricHistory) -> Found:
 
 
 class Alerts:
-    """Warnings for the terminal, which the rules find in the metrics of this process's steps. They are applied from the
-    third step on, later whenever the steps have grown by a twentieth, to spend almost no time in long runs."""
+    """Warnings for the terminal, which the rules find in the metrics of this process's steps. The rules are applied
+    after the third step, and then whenever the number of steps has grown by a twentieth, so that they take almost no
+    time in long runs."""
 
     def __init__(self, settings: Mapping[str, object] | None = None) -> None:
         """Watch the metrics of a run. `settings` is the run's configuration, a plain mapping (see `MetricHistory`)."""

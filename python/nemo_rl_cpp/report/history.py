@@ -41,7 +41,8 @@ class Curve(NamedTuple):
 
 
 class Trend(NamedTuple):
-    """The means of the first and the last `stretch` values of a curve, and their difference in standard errors."""
+    """The means `first` and `last` of the first and the last `stretch` values of a curve, and `sigmas`, the difference
+    between these means in standard errors."""
 
     first: float
     last: float

@@ -215,7 +215,8 @@ def render(history: MetricHistory, facts: RunFacts) -> str:
 def render_side_by_side(
     histories: Mapping[str, MetricHistory], tables: Mapping[str, Rows], verdict: Sequence[str]
 ) -> str:
-    """Return the HTML of the page of several runs, with tables of a column per run, and sentences on the better one."""
+    """Return the HTML of a page that compares runs: their curves, `tables` with a column per run, and `verdict`,
+    sentences on which run is better."""
     title, runs = f"comparison of {len(histories)} runs", list(histories.values())
     panels = panels_of(runs)
     sections = [
@@ -299,9 +300,9 @@ _STORED = ("title", "status", "message", "total_steps", "environment", "given")
 
 
 class ReportWriter:
-    """A writer of `<log_dir>/report.html`, from metrics.jsonl and the rollout files in the folder. `update()` after
-    each step writes it at most every five seconds, for less than 2 % of the time, and atomically, so the file is always
-    complete."""
+    """A writer of `<log_dir>/report.html`, from metrics.jsonl and the rollout files in the folder. `update()`, called
+    after each step, writes the file atomically, at most every five seconds, and less often if writing would take more
+    than 2 % of the time."""
 
     def __init__(
         self, log_dir: Path | str, config: MasterConfig | None = None, total_steps: int | None = None,

@@ -43,7 +43,7 @@ _FIRST = {
 class Progress:
     """A display of a run's progress. After `timer.subscribe(progress)` it also shows the stage that the timer measures.
     `mode` is "live" (one line, redrawn in place, below other output), "notebook" (the same in the cell's output),
-    "plain" (one line per step), or None: by the kind of output."""
+    "plain" (one line per step), or None to choose by the kind of output."""
 
     def __init__(
         self, total_steps: int, start_step: int = 0, mode: str | None = None, console: Console | None = None

@@ -61,7 +61,8 @@ class Answer:
 
 
 def read_groups(path: Path) -> list[list[Answer]]:
-    """Return a file's responses by `group_id`, or else by consecutive equal prompts; [] for a file above 64 MiB."""
+    """Return the responses in a rollout file as one list per group: those with equal `group_id` or, if the file lacks
+    this column, consecutive ones with equal prompts. Return [] for a file above 64 MiB."""
     if path.stat().st_size > _MOST_BYTES:
         return []
     with open(path, encoding="utf-8") as file:
@@ -184,7 +185,8 @@ class SampleBook:
         return shown | {"tokens": [texts[i] for i in kept]} | _columns(answer, kept)
 
     def _texts(self, tokens: Sequence[int]) -> list[str] | None:
-        """Return a text per token, or None if one is unknown. A character's last token gets its text."""
+        """Return the text of each token, or None if the bytes of a token are unknown. Of several tokens that form one
+        character, the last gets the character as its text, and the others an empty text."""
         for token in tokens:
             if token not in self._bytes and self._token_bytes is not None:
                 self._bytes[token] = self._token_bytes(token)
@@ -204,9 +206,10 @@ class SampleBook:
 
 
 def _columns(answer: Answer, kept: Sequence[int]) -> dict[str, Plain]:
-    """Return {column: one integer per shown token (`kept`)}: "lp", 100 times the log-probabilities; "ratio", 10,000
-    times the log-ratios of trainer to engine (0 if all are 0); "adv", 100 times the advantages. Tokens of an
-    environment have None, and their places are in "env". A column that shows nothing is omitted."""
+    """Return {column: one integer per shown token}, where `kept` has the indices of the shown tokens. The columns are
+    "lp", 100 times the log-probabilities; "ratio", 10,000 times the log-ratios of trainer to engine (a single 0 if all
+    are 0); and "adv", 100 times the advantages. Tokens of an environment have None in these columns; "env" lists their
+    places among the shown tokens. A column without information is omitted."""
     mask = answer.column("token_loss_mask")
 
     def numbers(name: str) -> list[float | None]:
@@ -243,7 +246,8 @@ def _cost(answer: Answer) -> float:
 
 
 def thinned(items: Sequence[Item], fits: Callable[[list[Item]], bool]) -> list[Item]:
-    """Return the last item and every 2^k-th, with the smallest k that fits, so that a growing list changes rarely."""
+    """Return the last item and every 2^k-th item, with the smallest k for which `fits` accepts the result. So the
+    choice changes rarely while a list grows."""
     chosen, stride = [*items], 1
     while len(chosen) > 2 and not fits(chosen):
         stride *= 2

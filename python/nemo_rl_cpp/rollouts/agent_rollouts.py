@@ -138,8 +138,8 @@ def message_log(chain: Sequence[Call], tokenizer: TokenizerType) -> LLMMessageLo
 
 
 def flags_of(text: str, opens_thinking: bool) -> dict[str, bool]:
-    """Return {flag: True} for each flag that NeMo RL's rules for NeMo Gym give to a response. One with a complete tool
-    call has none. Otherwise the answer is inspected, or the reasoning if the answer is empty.
+    """Return {flag: True} for each flag that NeMo RL's rules for NeMo Gym give to a response. A response with a
+    complete tool call has no flag. Otherwise the answer is inspected, or the reasoning if the answer is empty.
 
     `is_invalid_tool_call`: the inspected part has a tag of a tool call. `has_malformed_thinking`: the answer has a
     thinking tag, or the reasoning has one more than once. `opens_thinking`: whether the prompt ends with `<think>`."""

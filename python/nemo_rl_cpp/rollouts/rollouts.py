@@ -184,7 +184,8 @@ class Turn(NamedTuple):
 
 
 class Conversations:
-    """The conversations of a batch. Each turn calls `begin`, the engine, `respond`, the environments and `observe`."""
+    """The conversations of a batch. In each turn, the caller calls `begin`, generates with the engine, calls `respond`
+    and the environments, and calls `observe` with their results."""
 
     def __init__(self, batch: DatumBatch, tokenizer: TokenizerType, max_seq_len: int) -> None:
         size = len(batch["message_log"])
@@ -360,8 +361,8 @@ def with_greedy_baseline(
 
 
 class PromptSource:
-    """A source of prompts, each G times, of a data loader, which restarts at its end. Every prompt gets the run's next
-    draw id (`state`), which seeds its responses and is its `group_id`."""
+    """A source of prompts from a data loader, which starts over at its end. Each prompt is repeated `num_generations`
+    times. It gets the run's next draw id from `state`; the draw id seeds its responses, and is their `group_id`."""
 
     def __init__(
         self, loader: StatefulDataLoader | MultipleDataloaderWrapper, num_generations: int, state: TrainState

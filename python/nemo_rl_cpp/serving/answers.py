@@ -79,7 +79,8 @@ class Speller:
     _waiting: Sample = field(default_factory=Sample)
 
     def take(self, part: Sample) -> Spelled:
-        """Add the next tokens of the response. Return those whose texts are final; at its end all of them."""
+        """Add the next tokens of the response. Return the tokens whose texts have become final; at the end of the
+        response, these are all that remain."""
         texts = self._stream.push(part.token_ids, last=bool(part.reason))
         w, n = self._waiting, len(texts)
         w.extend(part)
@@ -175,8 +176,8 @@ class Answer:
 
 
 class TextAnswer(Answer):
-    """The base class of responses as text. A subclass makes an entry of `choices`: `_part` for a streamed chunk,
-    `_complete` for a whole response."""
+    """The base class of responses as text. A subclass defines the methods that make an entry of `choices`: `_part` for
+    a streamed chunk, `_complete` for a whole response."""
 
     kind: str  # the object name of a whole response
     chunk_kind: str  # the object name of a stream's chunks

@@ -63,8 +63,9 @@ class Conversation:
 
     @contextlib.asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
-        """Submit the engine requests, and at the end cancel the unfinished ones. Raise RequestError: 503 if the queue
-        is full, 400 if the request has more answers than an empty queue takes."""
+        """In the `with` block, the engine works on the requests; they are submitted when the block begins, and those
+        that are unfinished when it ends are cancelled. Raise RequestError with status 503 if the queue is full, and 400
+        if the request has more responses than an empty queue takes."""
         service, n, most = self.service, len(self.samples), self.service.model.limits.max_queue
         if n > most:
             prompts, samples = len(self.answer.prompts), self.answer.samples

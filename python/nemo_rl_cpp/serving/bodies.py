@@ -103,7 +103,7 @@ class CompletionBody(TextBody):
 
     @property
     def num_likeliest(self) -> int:
-        """The number of most likely tokens to compute for each sampled token."""
+        """The number of most likely tokens to return for the position of each sampled token."""
         return self.logprobs or 0
 
 
@@ -214,7 +214,9 @@ def read_body(kind: type[Body], data: object) -> Body:
 
 
 def _without_neutral(data: dict[str, Any], ignored: set[str], kept: set[str] = frozenset()) -> dict[str, Any]:
-    """Return fields that may change a response, and `kept`. Raise RequestError for others that are not neutral."""
+    """Return the fields of a body, except those that are null or in `ignored`, and those in `_NEUTRAL` that are not in
+    `kept`. A field in `_NEUTRAL` may only have the value given there, which has no effect; raise RequestError if such a
+    field has another value."""
     changing = {name: value for name, value in data.items() if value is not None and name not in ignored}
     for name in changing.keys() & _NEUTRAL.keys() - kept:
         value = changing.pop(name)

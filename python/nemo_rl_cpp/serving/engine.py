@@ -28,8 +28,8 @@ class ServingError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling parameters of a request, and the conditions that end its response. Temperature 0 is greedy.
-    `num_likeliest` most likely tokens are returned for each sampled one."""
+    """The sampling parameters of a request, and the conditions that end its response. Temperature 0 is greedy. For each
+    sampled token, the `num_likeliest` most likely tokens at its position are returned, too."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -42,8 +42,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Draw:
-    """The seed of a request's sampling. A response depends only on it, the prompt and the sampling parameters. `number`
-    is the request's index among the rollout's requests with this prompt; `draw_id` was computed from it."""
+    """The seed of a request's sampling. A response depends only on this seed, the prompt and the sampling parameters.
+    `number` is the request's index among the requests of its rollout with the same prompt; `draw_id` was computed from
+    `number`."""
 
     seed: int
     stream: int = 2  # "eval", csrc/common/random.h
@@ -75,7 +76,8 @@ class Sample:
 
 
 class Progress(NamedTuple):
-    """New tokens of response `sample` of a request, or the error with which the whole request failed."""
+    """New tokens (`part`) of the response with the index `sample` in a request, or the error with which the whole
+    request failed."""
 
     sample: int = 0
     part: Sample | None = None
@@ -113,9 +115,9 @@ class EngineState:
 
 
 class EngineThread:
-    """A thread that generates the responses to requests with an engine, which `make_engine` returns, while it is open.
-    `close` lets running requests finish, so that one version of the weights generates each response, and frees the KV
-    cache. New requests then wait for `open`."""
+    """A thread that generates the responses to requests with an engine, which `make_engine` returns. While it is
+    closed, new requests wait for `open`. `close` first lets running requests finish, so that one version of the weights
+    generates each response, and then frees the KV cache."""
 
     step_seconds = 600.0  # the longest time that a step may take
 
@@ -136,8 +138,9 @@ class EngineThread:
     # ---- from any thread
 
     def submit(self, *requests: PendingRequest) -> None:
-        """Add requests to the batch at the next step, together, so that one version of the weights answers them. An
-        invalid request gets a ValueError through its `tell`. Raise ServingError if the server is shutting down."""
+        """Add requests to the batch at the next step, together, so that one version of the weights answers them. The
+        callback `tell` of an invalid request receives a ValueError. Raise ServingError if the server is shutting
+        down."""
         with self._changed:
             if self._ends:
                 raise ServingError("the server is ending")

@@ -111,7 +111,8 @@ class ServedGeneration(GenerationInterface):
 
     def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
         """Return the key that a rollout's requests must send. Responses are sampled with the parameters of `stream`,
-        "train" or "val", and seeded by `name`, the same in every validation. A key is used once."""
+        "train" or "val", or greedily if `greedy`. They are seeded by `name`, which is the same in every validation,
+        whereas each call returns a new key."""
         sampling = Sampling(0.0, 1.0, 0) if greedy else self.sampling[stream]
         return self.model.rollouts.register(f"{self.version()}-{name}", STREAMS[stream], sampling, name)
 
@@ -190,7 +191,8 @@ def serve_policy(
 
 
 def listener_of(config: PolicyConfig) -> socket.socket | None:
-    """Return a listening socket at `http_server`'s address, None without one. Raise ValueError if it is in use."""
+    """Return a socket that listens at the address in `policy.generation.http_server`, or None if `expose_http_server`
+    is not set. Raise ValueError if the address is in use."""
     if not config.generation.expose_http_server:
         return None
     check_installed("policy.generation.expose_http_server")

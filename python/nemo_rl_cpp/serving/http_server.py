@@ -22,7 +22,8 @@ _LONGEST_HEAD = 64 << 10
 
 
 def listen(host: str, port: int, where: str = "--host and --port") -> socket.socket:
-    """Return a listening socket. If it cannot listen, raise ValueError that names the options `where`."""
+    """Return a socket that listens at `host` and `port`. Raise ValueError if nothing can listen there; its message
+    names the options that set the address (`where`)."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=1024)

@@ -156,7 +156,8 @@ def engine_thread(
     runner: C.ModelRunner, tokenizer: TokenizerType, sizes: EngineSizes, cache_bytes: int, version: int,
     is_open: bool = True,
 ) -> EngineThread:  # fmt: skip
-    """Return a thread that makes and runs an engine; responses report `version` until `EngineThread.open`."""
+    """Return a thread that makes and runs an engine. Responses report `version` as the version of the weights until a
+    call of `EngineThread.open` sets another."""
     return EngineThread(
         lambda: sizes.engine(runner, cache_bytes, token_bytes_table(tokenizer, runner.vocab_size())), version, is_open
     )
@@ -206,8 +207,9 @@ def prompt_scorer(model: C.DecoderModel, engine: EngineThread) -> Callable[[list
 
 
 def length_that_fits(fits: int, cache_bytes: int, longest: int, is_given: bool) -> int:
-    """Return the maximum length of sequences: `longest`, or `fits`, the longest that the KV cache holds, with a
-    warning. Raise ValueError if the user has set `longest` (`is_given`) and it does not fit, or if no sequence fits."""
+    """Return the maximum length of sequences: `longest` if the KV cache can hold it, otherwise, with a warning, `fits`,
+    the longest that it can hold. Raise ValueError if the user has set `longest` (`is_given`) and it does not fit, or if
+    no sequence fits."""
     if longest <= fits:
         return longest
     cache = f"{cache_bytes / 1e9:.3g} GB of keys and values"

@@ -331,7 +331,8 @@ class AdaptedModel:
         return [list(zip(*row)) for row in zip(tokens.tolist(), values.tolist())]
 
     def engine(self) -> C.ResidentEngine:
-        """Return an idle engine for one sampler, with its own KV cache: samplers take turns within responses."""
+        """Return an idle engine for one sampler, with its own KV cache, because samplers take turns while their
+        responses are unfinished."""
         if self._idle_engines:
             return self._idle_engines.pop()
         base, runner = self.base, native_runner(self.native, {})
@@ -380,7 +381,7 @@ def prompt_groups(rows: Sequence[Row], factor: str | None) -> list[PromptGroup]:
 
 
 def _has_prompt(row: Row, other: Row, length: int) -> bool:
-    """Return whether the rows agree in their first `length` targets and the tokens up to the last of these."""
+    """Return whether two rows are equal in their first `length` targets and their first `length` + 1 tokens."""
     has_tokens = row.tokens[: length + 1] == other.tokens[: length + 1]
     return has_tokens and torch.equal(row.targets[:length], other.targets[:length])
 
@@ -399,8 +400,8 @@ def _micro_batches(lengths: list[int], shared: list[int]) -> Iterator[tuple[int,
 
 
 def _packed(rows: Sequence[Row], width: int, groups: Sequence[PromptGroup]) -> tuple[RaggedBatch, Tensor]:
-    """Pack rows, each with a dummy last token, into a batch in which the rows of a group have one `group_id`. Return it
-    with the targets [T, width]; unused targets are 0."""
+    """Pack rows, each with a dummy last token, into a batch in which the rows of a group have one `group_id`. Return
+    the batch and the targets [T, width], where places without a target have 0."""
     group_of_row = torch.full((len(rows),), -1)
     for number, group in enumerate(groups):
         group_of_row[group.begin : group.end] = number

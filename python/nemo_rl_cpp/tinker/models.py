@@ -157,8 +157,8 @@ class Models:
         return place.path
 
     def load(self, model: Model, place: Place, *, optimizer: bool, gradient: bool = False) -> None:
-        """Load a checkpoint into a model of the same shape, with `optimizer` its optimizer state, and with `gradient`
-        also the gradient accumulated for the next step."""
+        """Load a checkpoint into a model of the same shape. If `optimizer`, also load the optimizer state, and if
+        `gradient` is set as well, the gradient that was accumulated for the next step."""
         facts, folder = self.store.facts(place), self.store.folder(place)
         if facts.shape != model.facts.shape:
             raise ValueError(f"{place.path} has adapters {facts.shape}, this model {model.facts.shape}")
@@ -192,8 +192,8 @@ class Models:
         return Sampler(model.adapted, model.trained.adapter, snapshot_of=model.id)
 
     def prompt_logprobs(self, sampler: Sampler, prompt: list[int], last_n: int | None = None) -> list[float | None]:
-        """Return the log-probability of each prompt token: None for the first, and with `last_n` for all but the last
-        `last_n`."""
+        """Return the log-probability of each prompt token: None for the first token, and if `last_n` is given, for all
+        tokens but the last `last_n`."""
         self.base.check_tokens(prompt, "the prompt")
         found = sampler.adapted.prompt_logprobs(sampler.adapter, prompt).tolist()
         first = max(1, len(found) - (len(found) if last_n is None else last_n))

@@ -106,7 +106,8 @@ def encoded(result: object) -> bytes | dict:
 
 
 def _record(rows: list[Tensor], trailing: torch.Size) -> pb.ArrayRecord:
-    """Pack the log-probabilities of several data, a tensor [N, *trailing] each, into one protobuf message."""
+    """Pack the log-probabilities of several training sequences, a tensor [N, *trailing] each, into one protobuf
+    message."""
     offsets = np.cumsum([0] + [4 * row.numel() for row in rows]).astype(np.int64)
     data = torch.cat([row.flatten() for row in rows]).numpy().astype(np.float32).tobytes()
     field = pb.BatchedTensor(data=data, offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32, trailing_shape=trailing)
@@ -352,7 +353,7 @@ class Service:
     # ---- sampling
 
     def create_sampling_session(self, request: types.CreateSamplingSessionRequest) -> Future:
-        """Create a sampler of the base model or of a checkpoint. The result of the future is its name."""
+        """Create a sampler of the base model or of a checkpoint. The result of the future is the sampler's name."""
         name = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
 
         def run() -> str:

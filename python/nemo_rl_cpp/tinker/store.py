@@ -59,7 +59,8 @@ class Store:
     """All checkpoints of a server in one folder."""
 
     def __init__(self, root: Path, key: str = "folder") -> None:
-        """Lock the folder, and complete or remove partial checkpoints of a killed process. `key` names it in errors."""
+        """Lock the folder, and complete or remove partial checkpoints of a killed process. `key` is what error messages
+        call the folder."""
         self.root = root
         make_folder(root, key)
         self.close = FolderLock(root, key).close  # unlocks the folder

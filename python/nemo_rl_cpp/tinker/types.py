@@ -102,7 +102,8 @@ class SampledSequence:
 @dataclass
 class SampleResponse:
     """The responses to a prompt, with the log-probability of each prompt token (None for the first and for tokens not
-    requested), and for each of its positions (token, log-probability) of the most likely tokens."""
+    requested), and in `topk_prompt_logprobs` a list of (token, log-probability) of the most likely tokens at each
+    position of the prompt."""
 
     sequences: list[SampledSequence]
     prompt_logprobs: list[float | None] | None = None

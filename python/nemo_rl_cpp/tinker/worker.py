@@ -41,8 +41,9 @@ class APIFuture(Future, Generic[T]):
 
 @dataclass(eq=False)
 class Job:
-    """A call to make in the worker's thread, and the future for its result. If `is_short`, the call, which gets the
-    future, only queues a request for samples, so it runs even in a sampler's turn; the sampler sets the result."""
+    """A call to make in the worker's thread, and the future for its result. If `is_short`, the call gets the future as
+    its argument and only queues a request for samples, so it may run in a sampler's turn; the sampler later sets the
+    future's result."""
 
     run: Callable[..., object]
     future: Future

@@ -229,8 +229,8 @@ def _groups_of(data: RaggedBatch, default: object = None) -> list[int]:
 
 
 def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[list[int], int]]:
-    """Group the samples `rows` that are not `idle` (no backward pass) by prompt. Return (samples, number of tokens) of
-    each group, with the prompt counted once."""
+    """Group by prompt those of the samples `rows` that get a backward pass (not `idle`, one bool per sample of the
+    batch). Return (samples, number of tokens) of each group, with the prompt counted once."""
     groups, lengths, prompts, units = _groups_of(data), data.lengths.tolist(), prompt_lengths(data), {}
     for row in rows:
         if not idle[row]:

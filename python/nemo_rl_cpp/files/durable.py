@@ -105,8 +105,8 @@ def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
 
 
 def folder_problem(root: Path, contents: bool, verify: Collection[str] = (), within: str = "") -> str | None:
-    """Return a few words on why a sealed folder is not complete and valid, or None if it is. Only files whose names in
-    the manifest begin with `within` are checked.
+    """Return a few words on why a folder with a manifest (see `seal_folder`) is not complete and valid, or None if it
+    is. Only files whose names in the manifest begin with `within` are checked.
 
     If `contents`, the SHA-256 of every file is checked; otherwise only the manifest, the sizes, and the SHA-256 of the
     (small) files in `verify`. Files that the manifest does not list are allowed, except files in `verify`."""

@@ -73,7 +73,8 @@ NUMBERS = {
 
 
 def _value(reader: GGUFReader, key: str, default: Plain = None) -> Plain:
-    """Return the metadata's value of `key`, or `default`. In the key, `{arch}` is replaced by the architecture."""
+    """Return the value of the metadata key `key`, in which `{arch}` is replaced by the file's architecture; `default`
+    if the file lacks the key."""
     if "{arch}" in key:
         key = key.replace("{arch}", str(_value(reader, "general.architecture")))
     field = reader.fields.get(key)

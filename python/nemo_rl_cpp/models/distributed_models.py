@@ -28,8 +28,8 @@ from nemo_rl_cpp.models.trained_model import in_layout_of
 
 
 class PolicyWorker(Policy, EngineHost):  # Policy is first, so that its create_generation is used
-    """The policy in a worker process. It holds the engines that read its weights in place, and a sender for engines in
-    other workers, which need copies of the weights."""
+    """The policy in a worker process. The worker also holds the generation engines that read the policy's weights in
+    place, and sends copies of the weights to engines in other workers."""
 
     _publisher: C.RefitPublisher | None = None
 
@@ -51,7 +51,7 @@ def _built(
 
 
 class DistributedModel:
-    """One model, of the class `model`, in all workers of a cluster. A method passes its batch to all; each worker
+    """One model, of the class `model`, in all workers of a cluster. A method passes its batch to all workers; each
     processes its share of the samples with the model or its tensor-parallel slice, and results are combined."""
 
     def __init__(

@@ -139,8 +139,8 @@ def from_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.
 
 
 def _value_heads(config: Mapping[str, Plain], name: str) -> tuple[int, int] | None:
-    """Return (the axis along which the value heads of a gated delta net lie in a parameter, the number of rows before
-    them); None if they have the same order in llama.cpp."""
+    """Return where the value heads of a gated delta net lie in the parameter `name`: (axis, number of rows before
+    them). Return None if the parameter has none, or llama.cpp stores them in the same order as Hugging Face."""
     if ".linear_attn." not in name or name.endswith(".norm.weight"):
         return None
     keys = config["linear_num_key_heads"]

@@ -210,8 +210,8 @@ _SIDE_BY_SIDE = (
 
 
 class AdapterSizes(NamedTuple):
-    """The numbers of weights that LoRA adds to a model: those of all matrices A and B, and those of the base matrices
-    stored together with an adapted one, of which `merge` keeps a frozen copy."""
+    """The numbers of weights that LoRA adds to a model: `trained`, those of all matrices A and B, and `kept`, those in
+    the frozen copy that `lora_cfg.merge` keeps of the adapted base matrices and of those stored together with them."""
 
     trained: int
     kept: int

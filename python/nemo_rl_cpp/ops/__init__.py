@@ -73,8 +73,8 @@ def grpo_advantages(rewards: Tensor, baseline: Tensor, std: Tensor, *, normalize
 
 
 def gdpo_advantages(components: Tensor, weights: Tensor) -> Tensor:
-    """Return the advantages of GDPO, [B]: the sum of the K components [K, B], weighted by `weights` [K], is whitened:
-    minus its mean over the batch, divided by its unbiased standard deviation."""
+    """Return the advantages of GDPO, [B]: the sum of K reward components, `components` [K, B], weighted by `weights`
+    [K], whitened (minus its mean over the batch, divided by its unbiased standard deviation)."""
     return C.gdpo_advantages(components, weights)
 
 

@@ -218,7 +218,7 @@ def _first_line(error: Exception) -> str:
 def save_module(module: nn.Module, folder: Path, whole: dict[str, Tensor] | None = None) -> None:
     """Write config.json and the weights, in the module's precision, under the names of the architecture's checkpoints.
     A critic gets the format of the native critic, transformers' `...ForSequenceClassification` with one label. `whole`:
-    the whole weights by the module's names, if its parameters are sharded over ranks."""
+    {name in the module: whole tensor}, if the module's parameters are sharded over ranks; otherwise None."""
     score = module.score.weight if isinstance(module, ValueNet) and whole is None else (whole or {}).get(SCORE)
     folder.mkdir(parents=True, exist_ok=True)
     remove_weights(folder)

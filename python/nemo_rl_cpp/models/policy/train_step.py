@@ -346,8 +346,9 @@ class _GlobalBatch:
 def fused_token_loss(
     trainer: C.Trainer, loss_fn: Loss, data: RaggedBatch, counts: LossCounts, scoring: Scoring
 ) -> C.TokenLoss | None:
-    """Return `loss_fn` as an object that the LM head evaluates while it holds a token's logits; None if the loss or the
-    trainer does not support this."""
+    """Return `loss_fn` as an object that the LM head evaluates while it holds a token's logits; None if the loss, or
+    the trainer under the sampling settings `scoring`, does not support this. `counts`: the counts by which the loss is
+    divided."""
     sampling = scoring.temperature, scoring.top_p, scoring.top_k
     fuses = hasattr(loss_fn, "token_loss") and hasattr(trainer, "takes_token_loss")
     return loss_fn.token_loss(data, counts) if fuses and trainer.takes_token_loss(*sampling) else None

@@ -21,8 +21,9 @@ Value = TypeVar("Value")
 
 @dataclass
 class Updates:
-    """The results of one `train` call, by global batch. `in_turns`: gradient blocks (see `Ranks.blocks`) were assigned
-    to ranks round-robin. `blocks`: the number of micro-batches of each gradient block."""
+    """The results of one `train` call, with a list entry per global batch. `blocks` has the number of micro-batches of
+    each gradient block (see `Ranks.blocks`); `losses` and `metrics` have an entry per micro-batch; `norms` are gradient
+    norms. `in_turns`: gradient blocks were assigned to ranks round-robin."""
 
     in_turns: bool = False
     blocks: list[list[int]] = field(default_factory=list)
@@ -33,7 +34,8 @@ class Updates:
     zero_gradient_tokens: int = 0
 
     def add(self, result: GlobalBatchResult, settings: dict[str, float]) -> None:
-        """Append the result of one global batch; `settings` (`lr`, `wd`) are added to its metrics."""
+        """Append the result of one global batch. `settings` (`lr`, `wd`) are added to the metrics of each of its
+        micro-batches."""
         self.blocks.append(result.blocks)
         self.losses.append(result.losses)
         self.metrics.append([metrics | settings for metrics in result.metrics])

@@ -405,7 +405,8 @@ def client_of(policy: PolicyConfig) -> ServerClient:
 
 def check_server(client: ServerClient, policy: PolicyConfig, device: str = "cpu") -> dict:
     """Check that this run can use the server, and return the properties that it reports (`nemo_rl_cpp_vllm.Weights`).
-    Raises ValueError if not, for a user's server with a command that starts a suitable one."""
+    Raises ValueError if the server is unsuitable; for a server of the user the message has a command that starts a
+    suitable one."""
     vllm = policy.generation.vllm_cfg
 
     def refuse(text: str) -> ValueError:

@@ -195,7 +195,7 @@ class VllmGeneration(base_engine.BaseEngine):
     Requests go to vLLM's token-id route as streams, so that every received token shows that the server is alive. The
     client aborts a response once a stop string ends it. vLLM's seed is computed from (seed, stream, draw id, sample,
     prompt length), so that a repeated run sends the same requests; its log-probabilities are not bit-identical to
-    training's. `weight_version` is that of vLLM's weights, None before the first refit.
+    training's. `weight_version` is the version of vLLM's weights, None before the first refit (transfer of weights).
 
     Raises ValueError for a server that the run cannot use. `generate` also raises VllmError before the first refit, and
     WorkerLostError if the server has ended or has produced no token for vllm_cfg.timeout_s."""

@@ -153,7 +153,7 @@ def _called_place(error: BaseException) -> Place | None:
 
 
 def _as_type_of(error: BaseException) -> type[UserCodeError]:
-    """Return a class of both UserCodeError and the exception's type, or UserCodeError if that is impossible."""
+    """Return a class that inherits from UserCodeError and from the exception's type, or UserCodeError if that is impossible."""
     kind = type(error) if isinstance(error, Exception) else RuntimeError  # SystemExit must not end the process
     if issubclass(kind, (StopIteration, StopAsyncIteration)):
         return UserCodeError  # StopIteration would end a loop; contextlib mishandles a RuntimeError raised from one

@@ -42,7 +42,7 @@ def test_critic_metrics_are_logged_at_every_ppo_step(tmp_path):
     assert len({row["weights/digest"] for row in run.history}) == 4
 
 
-def test_ppo_run_ends_without_an_update_if_all_samples_of_a_step_are_masked(tmp_path):
+def test_ppo_run_ends_with_an_error_before_the_update_if_all_samples_of_a_step_are_masked(tmp_path):
     """All responses are cut off after their first token, and overlong filtering masks such responses."""
     run = tiny.make(tmp_path, *SMALL, "policy.generation.max_new_tokens=1", "ppo.overlong_filtering=true", "policy.generation.stop_token_ids=[]",
                     config="ppo_tiny.yaml")  # fmt: skip

@@ -46,7 +46,8 @@ class ModelFolder:
         return native if self.quantization is None else {**native, "quantization": self.quantization}
 
     def check_weights(self) -> None:
-        """Raise the errors of building the model and loading its weights, from the headers of its files alone."""
+        """Raise the errors that building the model and loading its weights would raise. Only the headers of its files are
+        read."""
         native = self.native()
         if self.path is not None:
             entries = (

@@ -357,8 +357,9 @@ class PromptGroup:
 
 
 def prompt_groups(rows: Sequence[Row], factor: str | None) -> list[PromptGroup]:
-    """Return the groups of at least two consecutive rows with a common prompt, in order. `factor` names the
-    loss input that is 0 for targets without gradient; if it is None, return no groups."""
+    """Return the groups of at least two consecutive rows with a common prompt, in order. The prompt of a row is its
+    leading tokens whose value in the loss input named `factor`, such as "advantages", is 0. If `factor` is None, the
+    prompts are unknown: return no groups."""
     if factor is None:
         return []
     groups: list[PromptGroup] = []

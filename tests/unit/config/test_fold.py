@@ -30,7 +30,7 @@ def test_every_generation_backend_of_nemo_rl_is_replaced_by_the_native_engine(ba
     assert fold_text(config) == f"written for the engine {backend}: runs with the native engine; same mathematics"
 
 
-def test_device_count_in_the_message_is_the_maximum_of_cluster_size_and_parallel_sizes():
+def test_note_on_a_multi_device_file_gives_the_maximum_of_cluster_size_and_parallel_sizes():
     def of(*overrides):
         return devices_of(load_grpo_config("grpo_math_1B.yaml", list(overrides)))
 

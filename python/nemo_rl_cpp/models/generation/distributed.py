@@ -66,9 +66,9 @@ class EngineHost:
         self, number: int, prompts: RaggedBatch | None, greedy: bool = False, pause: Pause | None = None,
         on_finished: OnFinished | None = None,
     ) -> Responses | None:  # fmt: skip
-        """Return the responses of engine `number` to `prompts`. If responses reach the point `pause`, stop there and
-        return None (`NativeGeneration.generate_until`). With `prompts` None, continue a paused generation and return
-        all its responses, or None if nothing is paused. `on_finished` receives the responses that end meanwhile."""
+        """Return the responses of engine `number` to `prompts`. If any responses reach the point `pause`, they
+        stop there, and the result is None once all others have ended (`NativeGeneration.generate_until`). With
+        `prompts` None, continue a paused generation and return all its responses, or None if nothing is paused. `on_finished` receives the responses that end meanwhile."""
         engine = self._engines[number]
         if prompts is None:
             return engine.resume(on_finished)

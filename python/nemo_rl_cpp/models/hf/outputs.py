@@ -236,7 +236,8 @@ class _InChunks(torch.autograd.Function):
 
 
 def _of_places(logits: Tensor, targets: Tensor, scoring: Scoring, unfiltered: bool) -> Outputs:
-    """Return the `Outputs` [w] of w tokens with the ids `targets` [w] and the logits [w, V]."""
+    """Return the `Outputs` [w] of w tokens with the ids `targets` [w] and the logits [w, V]: log-probabilities with the
+    temperature and the filters (top-k, top-p) of `scoring`, and with `unfiltered` also those without the filters."""
     logits = logits.float()
     if scoring.temperature != 1:
         logits = logits / scoring.temperature

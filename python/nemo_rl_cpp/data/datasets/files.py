@@ -320,7 +320,9 @@ def _datasets_library(what: str) -> ModuleType:
         import datasets
     except ImportError:
         install = "pip install datasets, or use ResponseDataset on a local JSONL file"
-        raise ValueError(f"the data set {what!r} (dataset_name, data_path) needs a library: {install}") from None
+        raise ValueError(
+            f"the data set {what!r} (dataset_name, data_path) needs the datasets library: {install}"
+        ) from None
     return datasets
 
 

@@ -147,8 +147,9 @@ def is_iterable(value: object) -> bool:
 
 def names_of(keys: Iterable[object]) -> list[str]:
     """Return the first 20 of the sorted keys as texts, for error messages."""
-    plain = lambda key: isinstance(key, str) and key.isprintable() and len(key) <= 60  # noqa: E731
-    return sorted(key if plain(key) else in_a_line(key) for key in keys)[:20]
+    return sorted(
+        key if isinstance(key, str) and key.isprintable() and len(key) <= 60 else in_a_line(key) for key in keys
+    )[:20]
 
 
 def described(value: object) -> str:

@@ -268,8 +268,9 @@ class _ProcessState(AbstractContextManager):
         self._streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
 
     def __exit__(self, *exc: object) -> None:
-        with suppress(OSError, TypeError):  # the folder was deleted, or there was none
-            os.chdir(self._folder)
+        if self._folder is not None and _folder() != self._folder:
+            with suppress(OSError):  # the folder was deleted
+                os.chdir(self._folder)
         if locale.setlocale(locale.LC_ALL) != self._locale:  # chat templates print dates with names of months
             locale.setlocale(locale.LC_ALL, self._locale)
         for name, stream in self._streams.items():  # user code had replaced it, and raised before it put it back

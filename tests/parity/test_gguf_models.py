@@ -210,6 +210,6 @@ def test_corrupt_and_unsupported_gguf_files_are_errors_and_leave_no_converted_fo
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(SourceError, match="the architecture 'mamba', which is not read; llama, qwen2"):
+    with pytest.raises(SourceError, match="of the architecture 'mamba', which is not read; llama, qwen2"):
         resolve_model(file)
     assert not list((tmp_path / "cache/models").iterdir())

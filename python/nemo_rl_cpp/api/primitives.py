@@ -145,7 +145,12 @@ class Trainer:
 
         Return the gradient's norm before it was clipped to `max_grad_norm` (0: no limit). If the norm is not finite,
         the weights are unchanged. Raise ValueError for settings that the configuration's optimizer rejects."""
-        given = {"lr": learning_rate, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        given = {
+            "lr": learning_rate,
+            "betas": list(betas) if is_iterable(betas) else betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
         rule = as_model(given, OptimizerKwargs, "policy.optimizer.kwargs")
         limit = number("max_grad_norm", max_grad_norm, 0, LARGEST)
         done = self._native.step(rule.lr, *rule.betas, rule.eps, rule.weight_decay, limit)

@@ -295,5 +295,13 @@ def _train(
 
     with build_run(config, data=data, callbacks=callbacks) as run:
         run.train()
-    made = (run.history, run.validations, run.policy, run.tokenizer, config, run.log_dir)
-    return TrainResult(*made, run.collector.generation, run.state.step)
+    return TrainResult(
+        run.history,
+        run.validations,
+        run.policy,
+        run.tokenizer,
+        config,
+        run.log_dir,
+        run.collector.generation,
+        run.state.step,
+    )

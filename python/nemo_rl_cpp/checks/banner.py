@@ -134,9 +134,10 @@ def _memory(config: TrainMasterConfig) -> str:
 
 
 def _data(config: WholeConfig) -> str:
+    evaluation = not isinstance(config, TrainMasterConfig)
     sides: dict[str, list[str]] = {"": [], "validation: ": []}
     for where, section in plain_sections(config.data):
-        rows = rows_of(section, evaluation=where == "data")
+        rows = rows_of(section, evaluation)
         text = str(section.get("data_path") or section.get("dataset_name"))
         side = "validation: " if where.startswith("data.validation") else ""
         sides[side].append(text if rows is None else f"{text}, {_many(rows, 'row')}")

@@ -90,13 +90,12 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
         yield _Use("generation.model_name", name, tokenizer, "tokenizer.name", backend, length, length_key)
         return
     processes = max(trainers_of(config), 1)
-    tokenizer = config.policy.tokenizer.name, "policy.tokenizer.name"  # the critic reads the policy's tokens
     for section, model in config.trained_models().items():
-        length = model.max_total_sequence_length, f"{section}.max_total_sequence_length"
-        parallel = model.tensor_parallel(processes), model.tensor_parallel_key(section)
         use = _Use(
-            f"{section}.model_name", model.model_name, *tokenizer, model.backend, *length, model.hf_config_overrides,
-            section == "value", *parallel, model.quantization, config.cluster.device, model,
+            f"{section}.model_name", model.model_name, config.policy.tokenizer.name, "policy.tokenizer.name", model.backend,
+            model.max_total_sequence_length, f"{section}.max_total_sequence_length", model.hf_config_overrides,
+            section == "value", model.tensor_parallel(processes), model.tensor_parallel_key(section),
+            model.quantization, config.cluster.device, model,
         )  # fmt: skip
         yield use
         if section == "policy":

@@ -88,9 +88,13 @@ _SECRET = re.compile(r"(api_?key|password|secret|auth_?token|access_?token|hf_to
 def redact(value: Plain) -> Plain:
     """Return a copy of plain data in which the values of keys such as api_key, password and hf_token are `***`."""
     if isinstance(value, dict):
-        secret = {key: "***" for key, item in value.items() if _SECRET.search(key) and isinstance(item, str) and item}
-        return {key: secret.get(key, redact(item)) for key, item in value.items()}
-    return [redact(item) for item in value] if isinstance(value, list) else value
+        return {
+            key: "***" if _SECRET.search(key) and isinstance(item, str) and item else redact(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [redact(item) for item in value]
+    return value
 
 
 def plain(value: object) -> object:

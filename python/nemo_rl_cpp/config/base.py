@@ -506,8 +506,11 @@ def rebuild(section: type[BaseModel]) -> None:
             each.model_rebuild(force=True)
         done |= level
         holders = _below(Section)
-        types = {each: {section_type(info.annotation) for info in each.model_fields.values()} for each in holders}
-        level = {each for each in holders - done if types[each] & level}
+        level = {
+            each
+            for each in holders - done
+            if any(section_type(info.annotation) in level for info in each.model_fields.values())
+        }
 
 
 def _below(cls: type[BaseModel]) -> set[type[BaseModel]]:

@@ -243,7 +243,7 @@ def _check_batches(config: TrainMasterConfig, model: str, report: Report) -> Non
     if batch % wanted == 0:
         return
     divisors = [d for d in range(1, batch + 1) if batch % d == 0]
-    nearest = [*(d for d in divisors if d < wanted)][-1:] + [d for d in divisors if d > wanted][:1]
+    nearest = [d for d in divisors if d < wanted][-1:] + [d for d in divisors if d > wanted][:1]
     legal = " or ".join(map(str, nearest))
     samples = f"{prompts} {loop.num_prompts_per_step} x {generations} {loop.num_generations_per_prompt}"
     text = f"is {wanted}, which does not divide the {batch} samples of a step ({samples})"

@@ -195,7 +195,7 @@ def _checked(template: str, what: str) -> str:
         _compile(template)
     except ChatTemplateError as error:
         raise ChatTemplateError(f"{what} is wrong: {error}") from error
-    if "messages" not in jinja2.meta.find_undeclared_variables(_environment().parse(template)):
+    if "messages" not in _variables(template):
         raise ChatTemplateError(
             f"{what} never uses `messages`, so every prompt would lose its question; a template writes them out: "
             "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -210,10 +210,12 @@ def template_variables(tokenizer: TokenizerType) -> set[str]:
     """Return the names of the variables, such as `enable_thinking`, that the tokenizer's chat template reads and a
     caller may set."""
     own = getattr(tokenizer, "chat_template", None) or ""
-    environment = _environment()
-    trees = [environment.parse(text) for text in (own.values() if isinstance(own, Mapping) else [own])]
-    names = set().union(*map(jinja2.meta.find_undeclared_variables, trees))
-    return names - environment.globals.keys() - {"messages", "tools", "add_generation_prompt"}
+    names = set().union(*map(_variables, own.values() if isinstance(own, Mapping) else [own]))
+    return names - _environment().globals.keys() - {"messages", "tools", "add_generation_prompt"}
+
+
+def _variables(template: str) -> set[str]:
+    return jinja2.meta.find_undeclared_variables(_environment().parse(template))
 
 
 def render_prompt(

@@ -41,9 +41,11 @@ def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
     if "added_tokens_decoder" not in settings:
         _take_special_tokens_map(settings, read_json(folder / "special_tokens_map.json"))
         special = {token_text(settings.get(name)) for name in NAMED_TOKENS} | set(extra_special_tokens(settings))
-        listed = [(text, i) for text, i in read_json(folder / "added_tokens.json").items() if i not in own_ids]
-        flags = {text: {"normalized": text not in special, "special": text in special} for text, _ in listed}
-        added = {str(index): {"content": text, **flags[text]} for text, index in listed}
+        added = {
+            str(index): {"content": text, "normalized": text not in special, "special": text in special}
+            for text, index in read_json(folder / "added_tokens.json").items()
+            if index not in own_ids
+        }
         if added:
             settings["added_tokens_decoder"] = added
     template = folder / "chat_template.jinja"
@@ -176,11 +178,12 @@ class SpecialTokens:
         wanted = [t for t in [*self._named.values(), *self._additional] if t is not None and not added.get(t)]
         flagged = {token_text(token): token for token in named if isinstance(token, Mapping)}
         flags = {text: token for text, token in flagged.items() if text not in added} | self._listed
-        plain = {"special": True, "normalized": False}
-        tokens = {text: _added_token(text, **plain) for text in wanted}
-        tokens |= {text: _added_token(flags[text], special=True) for text in wanted if text in flags}
+        tokens = [
+            _added_token(flags[text], special=True) if text in flags else _added_token(text, special=True, normalized=False)
+            for text in dict.fromkeys(wanted)
+        ]  # fmt: skip
         if tokens:
-            self.backend_tokenizer.add_special_tokens([*tokens.values()])
+            self.backend_tokenizer.add_special_tokens(tokens)
 
     def _set_named(self, name: str, text: str | None) -> None:
         self._named[name] = text

@@ -92,7 +92,7 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
     if architecture not in _KINDS:
         read = ", ".join(_KINDS)
         raise UnsupportedGgufError(
-            f"the GGUF file has the architecture {architecture!r}, which is not read; {read} are"
+            f"the GGUF file holds a model of the architecture {architecture!r}, which is not read; {read} are"
         )
     (model_type, title), tensors = _KINDS[architecture], {tensor.name for tensor in reader.tensors}
     config: dict[str, Plain] = {"architectures": [f"{title}ForCausalLM"], "model_type": model_type}

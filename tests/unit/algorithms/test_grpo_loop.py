@@ -178,3 +178,12 @@ def test_advantages_are_clipped_at_the_configured_bounds(low, high, expected):
     batch = TrainBatch.of({"input_lengths": torch.tensor([3]), **of_tokens, **of_samples})
     GroupAdvantages(Given(), GRPOConfig(advantage_clip_low=low, advantage_clip_high=high)).add(batch)
     assert batch["advantages"].tolist() == [expected]
+
+
+def test_train_data_log_file_of_a_step_has_one_line_per_sample(tmp_path):
+    run = train(make(tmp_path, "grpo.max_num_steps=1"))
+    rows = [json.loads(line) for line in (run.log_dir / "train_data_step1.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    assert {"content", "rewards", "input_lengths", "token_ids", "token_loss_mask", "sample_loss_mask", "advantages", "generation_logprobs",
+            "idx", "truncated"} <= set(rows[0])  # fmt: skip
+    assert rows[0]["content"][0] == {"role": "user", "content": "prompt 0:"}

@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from nemo_rl_cpp.evals.results import cons_at_k, interval_of_mean, pass_at_k
+from nemo_rl_cpp.evals.results import cons_at_k, interval_of_mean, pass_at_k, wilson_interval
 from reference import evaluation as reference
 
 
@@ -45,3 +45,10 @@ def test_confidence_interval_of_the_mean_matches_hand_computed_values():
     low, high = interval_of_mean([0.25, 0.5, 0.75, 0.5])
     assert (low, high) == pytest.approx((0.5 - 1.96 * 0.2041 / 2, 0.5 + 1.96 * 0.2041 / 2), abs=1e-3)
     assert interval_of_mean([0.5]).high < 1.0
+
+
+def test_wilson_confidence_interval_matches_hand_computed_values():
+    # 8 of 10: (0.8 + 0.19207) / 1.38415 = 0.71675; half width 1.95996 sqrt(0.016 + 0.0096036) / 1.38415 = 0.22658
+    low, high = wilson_interval(0.8, 10)
+    assert low == pytest.approx(0.4902, abs=1e-4) and high == pytest.approx(0.9433, abs=1e-4)
+    assert wilson_interval(0.0, 20).low == 0.0 and wilson_interval(1.0, 20).high == 1.0

@@ -114,13 +114,15 @@ def _text(path: Path) -> str:
     data = path.read_bytes()
     try:
         text = data.decode("utf-8-sig")
-        fault = f"byte {data.index(0)} is zero, which no text holds" if "\0" in text else ""
     except UnicodeDecodeError as error:
-        text, fault = "", f"byte {error.start} is not UTF-8"
-    if fault:
-        is_utf16 = data[:2] in (b"\xff\xfe", b"\xfe\xff") or "zero" in fault
-        guess = "UTF-16" if is_utf16 else "Latin-1 or another old encoding"
-        raise ValueError(f"data: {path}: {fault}; the file is {guess}, perhaps: save it as UTF-8")
+        guess = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "Latin-1 or another old encoding"
+        raise ValueError(
+            f"data: {path}: byte {error.start} is not UTF-8; the file is {guess}, perhaps: save it as UTF-8"
+        ) from None
+    if "\0" in text:
+        raise ValueError(
+            f"data: {path}: byte {data.index(0)} is zero, which no text holds; the file is UTF-16, perhaps: save it as UTF-8"
+        )
     return text
 
 
@@ -134,12 +136,12 @@ def _json_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _from_json(text: str, where: str) -> object:
-    """Return the value of a JSON text. Raise ValueError, which begins with `where` (a file, and perhaps a line), if the
-    text is no JSON (its cause is then the JSONDecodeError), is nested too deeply, or has a key twice in an object."""
+    """Return the value of a JSON text. Raise JSONDecodeError if it is none, and ValueError, which begins with `where` (a
+    file, and perhaps a line), if it is nested too deeply or has a key twice in an object."""
     try:
         return json.loads(text, object_pairs_hook=_json_object)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not a JSON object: {error}") from error
+    except json.JSONDecodeError:
+        raise
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     except RecursionError:
@@ -151,10 +153,8 @@ def _json_rows(path: Path) -> list[Row]:
     text = _text(path)
     try:
         whole = _from_json(text, f"data: {path}")
-    except ValueError as error:
-        if not isinstance(error.__cause__, json.JSONDecodeError):
-            raise
-        whole = None  # JSON Lines
+    except json.JSONDecodeError:
+        whole = None
     if isinstance(whole, list):
         rows = whole
     elif path.suffix.lower() == ".json" and _are_columns(whole):
@@ -165,12 +165,20 @@ def _json_rows(path: Path) -> list[Row]:
     elif isinstance(whole, dict):
         rows = [whole]
     else:
-        lines = enumerate(text.split("\n"), start=1)
-        rows = [_from_json(line, f"{path}:{number}") for number, line in lines if line.strip()]
+        rows = list(_json_lines(path, text))
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise ValueError(f"data: {path}, row {number}: is a {type(row).__name__}, expected a JSON object")
     return rows
+
+
+def _json_lines(path: Path, text: str) -> Iterable[object]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                yield _from_json(line, f"{path}:{number}")
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: not a JSON object: {error}") from error
 
 
 def _are_columns(whole: object) -> bool:

@@ -31,6 +31,7 @@ from nemo_rl_cpp.models.lora import Lora, remove_adapter
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder, say_once
 from nemo_rl_cpp.models.policy import train_step
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
+from nemo_rl_cpp.models.policy.small_moments import MOMENTS, converted
 from nemo_rl_cpp.models.policy.updates import Updates, create_schedule
 from nemo_rl_cpp.models.weights import Slices, buffers, load_weights, named_views, save_config, save_weights
 
@@ -444,6 +445,10 @@ class TrainedModel:
                     value = saved.get_slice(name)
                     if value.get_shape() != [total]:
                         raise ValueError(f"{name} has {prod(value.get_shape())} elements, this model {total}")
+                    in_codes = tensor.dtype == torch.uint8
+                    if name in MOMENTS and (value.get_dtype() == "U8") != in_codes:
+                        both = [saved.get_tensor(each) for each in MOMENTS]
+                        value = converted(both, in_codes)[MOMENTS.index(name)]
                     self._fill(name, tensor, value)
             if self.lora is None:
                 self.model.masters_changed()
@@ -472,7 +477,7 @@ class TrainedModel:
         self.model.masters.copy_(whole[begin:end])
         self.model.compute.copy_(whole)  # all of it, as masters_changed() rounds this rank's part only
 
-    def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice) -> None:
+    def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice | Tensor) -> None:
         begin, end = self.trainer.shard
         tensor.copy_(saved[begin:end] if self.ranks.tensor_size == 1 else self.trained.take(saved[:])[begin:end])
 

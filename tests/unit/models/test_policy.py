@@ -241,6 +241,29 @@ def test_checkpoint_loads_with_and_without_master_weights_stored_as_remainders(f
     assert torch.equal(masters_of(read), masters_of(saved)) and torch.equal(read.trainer.exp_avg, saved.trainer.exp_avg)
 
 
+@pytest.mark.parametrize("other", ["float32", "bfloat16"])
+def test_checkpoint_with_moments_in_eight_bits_loads_with_moments_in_numbers_and_back(other, tmp_path):
+    def save(policy, name):
+        policy.save_checkpoint(tmp_path / name / "weights", tmp_path / name / "optimizer")
+        return load_file(tmp_path / name / "optimizer" / "optimizer.safetensors")
+
+    def resumed(moments, name):
+        paths = {"weights_path": tmp_path / name / "weights", "optimizer_path": tmp_path / name / "optimizer"}
+        return make_policy(optimizer=adamw(moments, False), **paths)
+
+    policy = make_policy(optimizer=adamw("uint8", False))
+    policy.train(make_data(policy, 0), LOSS)
+    codes = save(policy, "codes")
+    numbers = save(resumed(other, "codes"), "numbers")
+    expected = optimizer_state.moments(codes["exp_avg"].numpy(), codes["exp_avg_sq"].numpy())
+    for value, right in zip((numbers["exp_avg"], numbers["exp_avg_sq"]), expected):
+        assert value.any()
+        torch.testing.assert_close(value.double(), torch.from_numpy(right), rtol=5e-3, atol=1e-17, check_dtype=False)
+    again = save(resumed("uint8", "numbers"), "again")
+    assert torch.equal(again["exp_avg_sq"], codes["exp_avg_sq"])
+    assert torch.equal(again["exp_avg"] % 128, codes["exp_avg"] % 128)
+
+
 def test_saving_a_policy_without_lora_removes_the_adapter_of_an_earlier_save(tmp_path):
     make_policy(dtensor_cfg={"lora_cfg": {"enabled": True, "dim": 4}}).save_checkpoint(tmp_path)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()

@@ -314,7 +314,7 @@ class HfTrainedModel(TrainedModel):
         trainer = ShardedTrainer if isinstance(model, ShardedModel) else HfTrainer
         return trainer(model, self._packed, chunk, self._moment_dtypes())
 
-    def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice) -> None:
+    def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice | Tensor) -> None:
         own = self.slices.take(saved[:])
         if name == "masters" and isinstance(self.model, ShardedModel):
             self.model.write(own)

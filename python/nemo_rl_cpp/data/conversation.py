@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import TypeGuard, TypeVar
 
 from nemo_rl_cpp.argument_checks import described, in_a_line, is_iterable, names_of
@@ -90,8 +91,7 @@ def look_up(row: Mapping[str, object], key: str) -> object:
 def conversation_of(value: object, key: str) -> list[ChatMessage]:
     """Return a question as a list of messages: a user message for a string or number, or a list of {"role", "content"}
     or of {"from", "value"} (ShareGPT). Raise ValueError, with `key` in its message, for anything else."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        value = str(value)
+    value = text_of(value) if not isinstance(value, float) or math.isfinite(value) else value
     if isinstance(value, str):
         if not value.strip():
             raise ValueError(f"{key!r} is an empty text")
@@ -111,7 +111,10 @@ def question_and_answer(question: str, answer: object) -> list[ChatMessage]:
 
 
 def text_of(value: T) -> T | str:
-    """Convert a number to a string, so that it can be the content of a message. Return anything else unchanged."""
+    """Convert a number to a string, so that it can be the content of a message. Return anything else unchanged. A float
+    is written without an exponent, because math-verify parses 1e-05 as a product with Euler's number."""
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{Decimal(str(value)):f}"
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 

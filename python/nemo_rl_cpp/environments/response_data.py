@@ -11,7 +11,7 @@ from decimal import Decimal, InvalidOperation
 from nemo_rl_cpp.config.access import as_written
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.data import DataConfig, plain_sections
-from nemo_rl_cpp.data.conversation import row_at
+from nemo_rl_cpp.data.conversation import row_at, text_of
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, RawDataset, load_response_dataset, merge_datasets
 from nemo_rl_cpp.data.datasets.files import extract_necessary_env_names
 from nemo_rl_cpp.data.datasets.response_datasets import check_dataset_config
@@ -109,6 +109,8 @@ def _about_lengths(lengths: list[tuple[int, int]], limits: Limits, where: str, r
 _CERTAIN = re.compile(r"[-+\w\s.,/^*()\\{}=$%<>|!:;'\[\]]*[\w)}%]", re.ASCII)
 # math-verify parses three or more words as a product of letters, which equals only the same text
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or)\b)[A-Za-z]{2,}")
+# math-verify parses 1.5e6 as 1.5 times Euler's number times 6
+_EXPONENT = re.compile(r"\d[eE][-+]?\d")
 _EXPECTED = {
     "math": "a number or an expression",
     "math_default": "a number or an expression",
@@ -151,7 +153,7 @@ def _verdict(truth: object, name: str, section: Mapping[str, object]) -> str | N
             return None
         if truth is not None and (isinstance(truth, bool) or not isinstance(truth, (str, int, float))):
             return "wrong"
-        text = "" if truth is None else str(truth)
+        text = "" if truth is None else str(text_of(truth))
         if name == "arithmetic":
             Decimal(text.strip().replace(",", ""))
             return None
@@ -167,7 +169,7 @@ def _verdict(truth: object, name: str, section: Mapping[str, object]) -> str | N
 def _of_math(text: str, dapo: bool) -> str | None:
     if not text.strip() or "####" in text:
         return "never"
-    if not dapo and "\\boxed" not in text and len(_WORD.findall(text)) >= 3:
+    if not dapo and "\\boxed" not in text and (len(_WORD.findall(text)) >= 3 or _EXPONENT.search(text)):
         return "as text"
     is_plain = "\\boxed" not in text and "\n" not in text and text.count("{") == text.count("}")
     return None if dapo or (is_plain and _CERTAIN.fullmatch(text)) else _read_by_math_verify(text)

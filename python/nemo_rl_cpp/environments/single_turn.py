@@ -8,6 +8,7 @@ from typing import TypedDict
 import torch
 
 from nemo_rl_cpp.config.env import VerifierPoolConfig
+from nemo_rl_cpp.data.conversation import text_of
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn, MetadataT
 from nemo_rl_cpp.environments.verifier_pool import Verdicts, VerifierPool
@@ -21,7 +22,8 @@ class GroundTruth(TypedDict):
 
 def truth_text(truth: object) -> str:
     """Return a ground truth as text; "" for null, lists, mappings and booleans, which have no text."""
-    return str(truth) if isinstance(truth, (str, int, float)) and not isinstance(truth, bool) else ""
+    text = text_of(truth)
+    return text if isinstance(text, str) else ""
 
 
 def assistant_text(message_log: LLMMessageLogType) -> str:

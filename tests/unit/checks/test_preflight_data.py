@@ -119,7 +119,7 @@ def test_warning_for_unparsable_ground_truths_gives_their_number_and_quotes_the_
 
 ERRORS, WARNINGS = (
     ("", None, "#### 10", "  ", "\\boxed{}"),
-    ("5元", "{", "The answer is 5", "He has 3 + 4 = 7 apples."),
+    ("5元", "{", "The answer is 5", "He has 3 + 4 = 7 apples.", "1.5e6", "1E-05"),
 )
 
 
@@ -134,7 +134,7 @@ def test_each_kind_of_unparsable_ground_truth_gives_a_warning(found, truth, leve
 @pytest.mark.parametrize(
     "truth",
     [
-        5, "-3", "1,234", "50%", "x^2+1", "(1, 2)", "\\frac{\\pi}{2}", "1/2", "Paris", "$5", "12 apples",
+        5, 1e-05, "-3", "2e", "1,234", "50%", "x^2+1", "(1, 2)", "\\frac{\\pi}{2}", "1/2", "Paris", "$5", "12 apples",
         "The answer is \\boxed{5}", "x=1 or x=2 or x=3", "\\{1, 2\\}", "π",
     ],
 )  # fmt: skip

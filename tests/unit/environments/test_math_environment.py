@@ -31,6 +31,7 @@ CASES = [
     (r"so \boxed{42}", "42", 1),
     (r"so \boxed{41}", "42", 0),
     (r"$\frac{1}{2}$", "0.5", 1),
+    (r"\boxed{0.00001}", 1e-05, 1),
     ("the answer is 0.3333333", r"\frac{1}{3}", 1),  # six digits after the point are compared
     ("the answer is 0.333", r"\frac{1}{3}", 0),
     (r"\boxed{1} then \boxed{2}", "2", 0),  # all boxes count, as a set

@@ -190,6 +190,7 @@ def _are_columns(whole: object) -> bool:
 
 
 def _csv_rows(path: Path) -> list[Row]:
+    csv.field_size_limit(sys.maxsize)  # Python's default is 131,072 characters, which long contexts exceed
     try:
         reader = csv.DictReader(io.StringIO(_text(path), newline=""))
         rows = list(reader)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
+from nemo_rl_cpp.argument_checks import described
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.remote import Remotable
 
@@ -44,6 +45,9 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     answers: "list[str | None] | None"
 
 
+_OPTIONAL = ("metadata", "next_stop_strings", "answers")  # fields that may be None
+
+
 def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
     """Return the result of an environment's `step` for `size` conversations as an EnvironmentReturn. A plain sequence
     of the same six fields is also accepted. Raise ValueError with the task's name for anything else."""
@@ -54,8 +58,9 @@ def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
             f"the environment of task {task} returned {given} from step: expected an EnvironmentReturn ({', '.join(fields)})"
         )
     checked = EnvironmentReturn(*answer)
-    each = [*checked.rewards.items()] if isinstance(checked.rewards, dict) else [("rewards", checked.rewards)]
-    each += [(name, value) for name in fields if name != "rewards" and (value := getattr(checked, name)) is not None]
+    rewards = [*checked.rewards.items()] if isinstance(checked.rewards, dict) else [("rewards", checked.rewards)]
+    others = [(name, getattr(checked, name)) for name in fields if name != "rewards"]
+    each = rewards + [(name, values) for name, values in others if values is not None or name not in _OPTIONAL]
     for name, values in each:
         try:
             number = len(values)
@@ -66,6 +71,20 @@ def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
         if number != size:
             raise ValueError(
                 f"the environment of task {task} returned {number} {name} for {size} conversations: give one each"
+            )
+    for name, values in rewards:
+        shape = tuple(getattr(values, "shape", (size,)))
+        if len(shape) != 1 or (isinstance(values, (list, tuple)) and None in values):
+            given = "None" if len(shape) == 1 else f"the shape {shape}"
+            raise ValueError(
+                f"the environment of task {task} returned {name} with {given}: expected one number a conversation"
+            )
+    for number, message in enumerate(checked.observations):
+        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(
+                f"the environment of task {task} returned {described(message)} as observation {number}: expected "
+                "{'role': 'environment', 'content': text}, with an empty text if there is none"
             )
     return checked
 

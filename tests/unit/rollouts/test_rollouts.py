@@ -127,6 +127,27 @@ def test_rollout_with_several_environments_returns_rewards_in_the_order_of_the_b
         calculate_rewards(batch, {"x": Fixed(), "y": Fixed()})
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("observations", None, "NoneType as observations"),
+        ("observations", [None], "None as observation 0: expected {'role': 'environment', 'content': text}"),
+        ("observations", [{"role": "environment"}], "a dict as observation 0"),
+        ("rewards", torch.ones(1, 1), r"rewards with the shape \(1, 1\): expected one number a conversation"),
+        ("rewards", {"f": [None]}, "f with None: expected one number"),
+        ("terminateds", None, "NoneType as terminateds"),
+        ("terminateds", [True, True], "2 terminateds for 1 conversations"),
+    ],
+)
+def test_invalid_result_of_an_environment_is_an_error_that_names_task_and_field(field, value, said):
+    class Wrong(Fixed):
+        def step(self, message_log_batch, metadata):
+            return super().step(message_log_batch, metadata)._replace(**{field: value})
+
+    with pytest.raises(ValueError, match=f"the environment of task x returned .*{said}"):
+        calculate_rewards(prompts(["a"], ["x"], [{"r": 1.0}]), {"x": Wrong()})
+
+
 def test_total_reward_of_a_rollout_is_the_sum_of_its_reward_components():
     batch = prompts(["a", "b"], ["x", "y"], [{"r": {"f": 1.0, "g": 0.5}}, {"r": {"f": 2.0, "g": 0.0}}])
     result, _ = run_multi_turn_rollout(FakeGeneration(), batch, TOKENIZER, {"x": Fixed(), "y": Fixed()}, 100)

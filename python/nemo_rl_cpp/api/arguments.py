@@ -182,7 +182,8 @@ def rows_of(given: object, name: str) -> list[Row]:
     """Return the prompts `given` as checked rows {"prompt": ..., other columns}; `name` is the argument's name.
 
     A string is one prompt, unless it is the path of a file or folder. A mapping of columns, a data frame (pandas,
-    polars, pyarrow) and a `datasets.Dataset` give rows; others are iterated. Raise ValueError for an invalid prompt."""
+    polars, pyarrow) and a data set (of `datasets` or torch) give rows; others are iterated. Raise ValueError for an
+    invalid prompt."""
     items, source = _items(given, name)
     padded = any(conversation.comes_from_arrow(each) for each in (given, *items))
     padded = padded or any(map(conversation.came_through_pandas, items))
@@ -207,6 +208,8 @@ def _items(given: object, name: str) -> tuple[list[object], str]:
     for method in ("to_dicts", "to_pylist"):  # polars; pyarrow
         if hasattr(given, method):
             return getattr(given, method)(), name
+    if isinstance(given, torch.utils.data.Dataset) and not is_iterable(given):
+        return [given[i] for i in range(len(given))], name
     if isinstance(given, (bytes, set, frozenset)) or not is_iterable(given):
         order = "; the order of arguments is model, prompts, reward_funcs" if callable(given) else ""
         raise ValueError(f"{name} is {described(given)}: {FORMS}{order}")

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,7 +134,8 @@ def train_grpo(
     A prompt is a text, which the model continues; a conversation (a list of {"role", "content"}), rendered by the chat
     template; or a row {"prompt": either, ...} whose other columns are passed to the reward functions as keywords.
     `prompts` is a list or any iterable of prompts; a single text or conversation; or rows with a column `prompt`: a
-    data frame, a `datasets.Dataset`, a mapping of columns, or the path of a data file (.jsonl, .json, .csv, .parquet).
+    data frame, a data set (of `datasets` or torch), a mapping of columns, or the path of a data file (.jsonl, .json,
+    .csv, .parquet).
 
     A reward function is called with `prompts`, `completions` and those columns, all lists with an entry per completion,
     and returns one number per completion: `def reward(completions, answer): return [float(c.strip() == a) for c, a in
@@ -228,7 +230,7 @@ def _rows(arguments: Mapping[str, Any]) -> tuple[list[Row], list[Row] | None]:
 def _given(algorithm: str, arguments: Mapping[str, Any]) -> Keys:
     values = dict(arguments, model=model_name(arguments["model"]))
     rate = values["learning_rate"]
-    if algorithm == "ppo" and values["critic_learning_rate"] is None and isinstance(rate, float):
+    if algorithm == "ppo" and values["critic_learning_rate"] is None and isinstance(rate, Real):
         values["critic_learning_rate"] = 3 * rate
     if values.get("critic_learning_rate") is None:
         values.pop("critic_learning_rate", None)

@@ -5,6 +5,7 @@ import pathlib
 
 import numpy as np
 import pytest
+import torch
 from nemo_rl_cpp.api.arguments import rows_of
 
 pandas = pytest.importorskip("pandas")
@@ -13,6 +14,14 @@ datasets = pytest.importorskip("datasets")
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
 COLUMNS = {"prompt": ["1+1=", "2+2="], "answer": ["2", "4"]}
+
+
+class TorchRows(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, index):
+        return ROWS[index % len(ROWS)]  # no IndexError ends it: only its length does
 
 
 @pytest.fixture
@@ -28,10 +37,10 @@ def files(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "given",
-    [iter(ROWS), (dict(row) for row in ROWS), *({key: kind(values) for key, values in COLUMNS.items()} for kind in (list, tuple, pandas.Series, np.array))],
-    ids=["iterator", "generator", "columns", "columns of tuples", "series", "arrays"],
+    [iter(ROWS), (dict(row) for row in ROWS), TorchRows(), *({key: kind(values) for key, values in COLUMNS.items()} for kind in (list, tuple, pandas.Series, np.array))],
+    ids=["iterator", "generator", "torch data set", "columns", "columns of tuples", "series", "arrays"],
 )  # fmt: skip
-def test_train_grpo_accepts_prompts_from_iterators_and_from_columns_of_every_type(given):
+def test_train_grpo_accepts_prompts_from_iterators_data_sets_and_columns_of_every_type(given):
     assert rows_of(given, "prompts") == ROWS
 
 

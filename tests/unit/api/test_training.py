@@ -1,6 +1,7 @@
 """train_grpo: the forms of prompts and rewards, overrides, what comes back."""
 
 import nemo_rl_cpp
+import numpy as np
 import pytest
 import torch
 
@@ -172,6 +173,12 @@ def own_estimator(rewards):
 
 def own_loss(next_token_logprobs):
     return next_token_logprobs.sum()
+
+
+@pytest.mark.parametrize("rate", [1e-3, np.float32(1e-3), 1])
+def test_default_learning_rate_of_the_critic_is_three_times_that_of_the_policy(monkeypatch, rate):
+    config, _ = captured(monkeypatch, nemo_rl_cpp.train_ppo, num_generations=2, learning_rate=rate)
+    assert config.value.optimizer.kwargs.lr == pytest.approx(3 * rate)
 
 
 @pytest.mark.parametrize("uses_critic", [True, False])

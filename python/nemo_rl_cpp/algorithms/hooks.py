@@ -68,6 +68,7 @@ class Ending:
 
     def decide(self, result: StepResult) -> None:
         state, validation = result.state, result.validation
+        result.interrupted = self.stop.requested  # perhaps since `look`, during a callback or the validation
         result.reached_target = reached_target(validation.metrics if validation else None, self.loop)
         if result.interrupted:
             state.stop(self.stop.reason)

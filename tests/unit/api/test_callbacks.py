@@ -1,5 +1,6 @@
 """Callbacks hear of what happens, in its order, and may stop the run."""
 
+import signal
 from pathlib import Path
 
 import nemo_rl_cpp
@@ -60,6 +61,17 @@ def test_callbacks_are_called_at_each_event_of_a_run_and_can_stop_the_run(tmp_pa
     train(tmp_path, heard, checkpointing__save_period=2)
     assert ", ".join(heard.said) == said
     assert not stop_at or "enough" in capsys.readouterr().out
+
+
+def test_ctrl_c_during_a_callback_ends_the_run_after_the_same_step(tmp_path):
+    class Pressed(Heard):
+        def on_step(self, event):
+            super().on_step(event)
+            signal.raise_signal(signal.SIGINT)
+
+    heard = Pressed()
+    train(tmp_path, heard)
+    assert heard.said == ["validation 0", "step 1", "checkpoint 1 saved", "end 1 interrupted"]
 
 
 def test_run_stopped_by_a_callback_continues_with_resume_true(tmp_path, monkeypatch):

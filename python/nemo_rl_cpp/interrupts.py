@@ -182,8 +182,8 @@ _entered: list[GracefulStop] = []
 
 
 def restore_signal_handlers() -> None:
-    """Restore the signal handlers of every active `GracefulStop`, after code that may have replaced them."""
-    for stop in _entered:
+    """Restore the signal handlers of the innermost active `GracefulStop`, after code that may have replaced them."""
+    for stop in _entered[-1:]:
         stop.put_back()
 
 

@@ -5,7 +5,7 @@ import sys
 import threading
 
 import pytest
-from nemo_rl_cpp.interrupts import GracefulStop
+from nemo_rl_cpp.interrupts import GracefulStop, restore_signal_handlers
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +147,16 @@ def test_signal_handlers_replaced_by_user_code_are_restored_at_the_next_check():
         ]
         signal.raise_signal(signal.SIGINT)
         assert stop.reason == "interrupted"
+
+
+def test_signal_handlers_of_a_run_within_a_callback_of_a_run_are_kept_without_a_warning():
+    said = []
+    with GracefulStop(said.append) as outer:
+        with GracefulStop(said.append) as inner:
+            restore_signal_handlers()
+            signal.raise_signal(signal.SIGINT)
+            assert inner.requested and len(said) == 1
+        assert not outer.requested and len(said) == 1
 
 
 def test_repeated_sighup_counts_as_one_request_to_stop():

@@ -175,10 +175,12 @@ def did_you_mean(name: str) -> str:
 
 
 def nearest_model(name: str) -> str | None:
-    """Return the name most similar to `name`, among packaged models and the model folders in the parent folder of the
-    path `name`; None if none is similar."""
+    """Return the name most similar to `name`, among packaged models and the model folders and checkpoints in the parent
+    folder of the path `name`; None if none is similar."""
+    parent = _expanded(name).parent
     try:
-        folders = [str(file.parent) for file in _expanded(name).parent.glob("*/config.json")]
+        folders = [str(file.parent) for file in parent.glob("*/config.json")]
+        folders += [str(file.parents[2]) for file in parent.glob(f"step_*/{_WEIGHTS}/config.json")]
     except (OSError, ValueError):
         folders = []
 

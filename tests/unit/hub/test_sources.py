@@ -127,6 +127,13 @@ def test_gated_unknown_and_misspelt_hub_models_give_specific_errors(tmp_path, re
         assert misspelt.endswith("; did you mean smollm2-135m-instruct?")
 
 
+def test_similar_checkpoint_is_suggested_for_one_that_was_removed(tmp_path):
+    weights = tmp_path / "step_40" / "policy" / "weights"
+    weights.mkdir(parents=True)
+    (weights / "config.json").write_text("{}")
+    assert sources.nearest_model(str(tmp_path / "step_30")) == str(tmp_path / "step_40")
+
+
 @pytest.mark.slow
 def test_hub_that_never_answers_is_an_error_after_a_deadline(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:

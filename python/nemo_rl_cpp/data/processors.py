@@ -10,7 +10,15 @@ from typing import NamedTuple
 
 from nemo_rl_cpp.data.boundaries import prompt_ids
 from nemo_rl_cpp.data.chat_template import ChatTemplateError, render_prompt, system_part
-from nemo_rl_cpp.data.conversation import ChatMessage, split_conversation, text_of, tools_of
+from nemo_rl_cpp.data.conversation import (
+    ChatMessage,
+    conversation_of,
+    is_parts,
+    joined_text,
+    split_conversation,
+    text_of,
+    tools_of,
+)
 from nemo_rl_cpp.data.interfaces import DatumSpec, Row, TaskDataProcessFnCallable, TaskDataSpec, TokenizerType
 
 
@@ -249,6 +257,9 @@ def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerT
     return Prompt(_separate_messages(question, spec, tokenizer), extra)
 
 
+_NO_ANSWER = "the row has no answer to train: 'messages' must end with a message of the assistant, a text or tool calls"
+
+
 @_processor
 def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
     """Convert a row {"messages"} to a conversation on whose assistant messages the model is trained. Each assistant
@@ -256,10 +267,13 @@ def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Pro
     assistant message, and an assistant entry (trained) that includes the template's end of the turn. The last entry
     ends with the end token."""
     messages, info = _asked(row, spec, "sft_processor")
-    answer = info["ground_truth"]
-    if not isinstance(answer, str) or not answer:
-        raise ValueError("the row has no answer to train: 'messages' must end with a message of the assistant, a text")
-    messages = [*_with_system(messages, spec), {"role": "assistant", "content": answer}]
+    last = conversation_of(row["messages"], "messages")[-1]  # with its reasoning and tool calls
+    content = last.get("content")
+    content = joined_text(content) if is_parts(content) else content
+    has_text = isinstance(content, str) and content != ""
+    if last["role"] != "assistant" or not (has_text or (last.get("tool_calls") and content in ("", None))):
+        raise ValueError(_NO_ANSWER)
+    messages = [*_with_system(messages, spec), {**last, "content": content}]
     entries: list[Entry] = []
     done, end = "", tokenizer.eos_token or ""
     for i, message in enumerate(messages):
@@ -274,6 +288,8 @@ def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Pro
         prompt, answered = asked[len(done) :], said[len(asked) :]
         if i == len(messages) - 1:
             answered = answered.rstrip("\n")
+            if not answered and not has_text:  # the template writes no tool calls
+                raise ValueError(_NO_ANSWER)
             answered += "" if answered.endswith(end) else end
         first = prompt_ids(tokenizer, prompt, messages[:i]) if not entries else _piece(tokenizer, prompt)
         entries += [Entry("user", prompt, first), Entry("assistant", answered, _piece(tokenizer, answered))]

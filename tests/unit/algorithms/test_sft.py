@@ -1,5 +1,6 @@
 """Tests of supervised fine-tuning: trained tokens, loss against transformers, packing, validation and runs."""
 
+import json
 import math
 
 import pytest
@@ -14,7 +15,9 @@ from nemo_rl_cpp.config import ConfigError, load_grpo_config
 from nemo_rl_cpp.config.distillation import SFTConfig, SFTLossConfig
 from nemo_rl_cpp.config.loader import load_sft_config
 from nemo_rl_cpp.config.master import SFTMasterConfig, checked
+from nemo_rl_cpp.data.chat_template import PASSTHROUGH
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
+from nemo_rl_cpp.data.datasets.response_datasets.response_dataset import ResponseDataset
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
 from nemo_rl_cpp.data.processors import sft_processor
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
@@ -49,6 +52,36 @@ def test_sft_appends_the_end_token_to_a_plain_text_response():
     assert log[1]["token_ids"][-1] == tokenizer.eos_token_id
     cut = pieces(tokenizer, "12=", "21", limit=4)
     assert cut["loss_multiplier"] == 0 and cut["length"] == sum(len(m["token_ids"]) for m in log)
+
+
+WITH_PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}[{{ call.function.name }}]{% endfor %}</>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CALL = {"type": "function", "function": {"name": "7", "arguments": {"x": 1}}}
+
+
+@pytest.mark.parametrize("as_completion", [False, True])
+@pytest.mark.parametrize("answer, trained", [
+    ({"content": "2", "reasoning_content": "1+1"}, "(1+1)2</>"),
+    ({"content": None, "tool_calls": [CALL]}, "[7]</>"),
+    ({"content": [{"type": "text", "text": "3"}], "tool_calls": [CALL]}, "3[7]</>"),
+])  # fmt: skip
+def test_sft_trains_the_reasoning_and_the_tool_calls_of_the_last_answer(answer, trained, as_completion, tmp_path):
+    asked, said = [{"role": "user", "content": "1"}], [{"role": "assistant", **answer}]
+    row = {"prompt": asked, "completion": said} if as_completion else {"messages": asked + said}
+    keys = {"input_key": "prompt", "output_key": "completion"} if as_completion else {}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (read,) = ResponseDataset(str(tmp_path / "rows.jsonl"), **keys).dataset
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = WITH_PARTS
+    log = sft_processor(read, TaskDataSpec("task"), tokenizer, None, 0)["message_log"]
+    assert [m["content"] for m in log] == ["<user>1</>\n<assistant>", trained + tokenizer.eos_token]
+    if answer["content"] is None:
+        tokenizer.chat_template = PASSTHROUGH
+        with pytest.raises(ValueError, match="no answer to train"):
+            sft_processor(read, TaskDataSpec("task"), tokenizer, None, 0)
 
 
 def batch_of(rows):

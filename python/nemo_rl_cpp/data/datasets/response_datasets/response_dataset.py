@@ -79,18 +79,24 @@ class ResponseDataset(RawDataset):
             remedy = "add an assistant message, or name the answer's column in output_key"
             raise ValueError(f"{self.input_key!r} ends with {messages[-1]['role']} and holds no answer: {remedy}")
         else:
-            content = _answer(conversation.look_up(data, self.output_key), self.output_key)
-            answer = {"role": "assistant", "content": content}
+            value = conversation.look_up(data, self.output_key)
+            answer = {**_last_message(value), "role": "assistant", "content": _answer(value, self.output_key)}
         messages = [*(messages[:-1] if answered else messages), answer]
         conversation.split_conversation(messages, self.input_key)
         return {"messages": messages, "task_name": self.task_name}
 
 
+def _last_message(value: object) -> Mapping[str, object]:
+    """Return the last message of an answer that is a conversation (TRL's completions), if it is the assistant's, with
+    its reasoning and tool calls; {} for any other answer."""
+    last = value[-1] if conversation.is_list(value) and value else None
+    return last if isinstance(last, Mapping) and last.get("role") == "assistant" else {}
+
+
 def _answer(value: object, key: str) -> object:
     """Return an answer (for a conversation, the content of its last message) as text, or None. Raise ValueError for NaN
     and inf."""
-    last = value[-1] if conversation.is_list(value) and value else None
-    if isinstance(last, Mapping) and last.get("role") == "assistant":
+    if last := _last_message(value):
         value = last.get("content")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{key!r} is {value}: expected a finite number, a text, or null if there is no answer")

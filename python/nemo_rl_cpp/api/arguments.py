@@ -182,14 +182,16 @@ def rows_of(given: object, name: str) -> list[Row]:
     """Return the prompts `given` as checked rows {"prompt": ..., other columns}; `name` is the argument's name.
 
     A string is one prompt, unless it is the path of a file or folder. A mapping of columns, a data frame (pandas,
-    polars, pyarrow) and a data set (of `datasets` or torch) give rows; others are iterated. Raise ValueError for an
-    invalid prompt."""
+    polars, pyarrow) and a data set (of `datasets` or torch) give rows; others are iterated. A column that some rows
+    lack is None there, so that every batch has all columns. Raise ValueError for an invalid prompt."""
     items, source = _items(given, name)
     padded = any(conversation.comes_from_arrow(each) for each in (given, *items))
     padded = padded or any(map(conversation.came_through_pandas, items))
     rows = [_row(item, f"row {i} of {source}") for i, item in enumerate(items)]
     if not rows:
         raise ValueError(f"{source} is empty: {FORMS}")
+    columns = dict.fromkeys(key for row in rows for key in row)
+    rows = [{key: row.get(key) for key in columns} for row in rows]
     return [conversation.without_padding(row) for row in rows] if padded else rows
 
 

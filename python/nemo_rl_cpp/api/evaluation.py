@@ -78,7 +78,7 @@ def evaluate(
     training's) and precision. Raise ValueError for invalid arguments, before a model is loaded."""
     rows = rows_of(prompts, "prompts")
     environment = reward_environment(reward_funcs, reward_weights, False)
-    environment.check_columns({key for row in rows for key in row if key != "prompt"})
+    environment.check_columns(rows[0].keys() - {"prompt"})
     given = {"n": n, "k": k, "seed": seed, "max_new_tokens": DEFAULT_NEW_TOKENS}
     if isinstance(model, TrainResult):
         training = model.config.policy.generation

@@ -212,7 +212,8 @@ def _train_call(algorithm: str, arguments: dict[str, Any]) -> TrainResult:
             raise ValueError(f"{name} and {own[key][0]} are the same thing: give one of them")
     given |= own
     environment, weights = rewards_of_call(arguments["reward_funcs"], arguments["reward_weights"], given)
-    environment.check_columns({key for row in [*rows, *(val_rows or ())] for key in row if key != "prompt"})
+    for each in (rows, val_rows or rows):
+        environment.check_columns(each[0].keys() - {"prompt"})
     config = _config(algorithm, given | weights, len(rows), val_rows is not None)
     loss.check(config), estimator.check(config)
     _preflight(config)

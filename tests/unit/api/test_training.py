@@ -175,6 +175,20 @@ def own_loss(next_token_logprobs):
     return next_token_logprobs.sum()
 
 
+def test_reward_function_gets_none_for_a_column_that_a_row_lacks_and_needs_it_in_validation_rows_too(tmp_path):
+    rows, seen = [{"prompt": "1=", "answer": "1"}, {"prompt": "2=", "tests": "2"}], set()
+
+    def both(prompts, completions, answer, tests):
+        seen.update(zip(prompts, answer, tests, strict=True))
+        return [0.0] * len(completions)
+
+    run(tmp_path, rows, both, num_prompts_per_step=1)
+    assert seen == {("1=", "1", None), ("2=", None, "2")}
+    with pytest.raises(ValueError, match="both asks for answer and tests, but the samples have completions, prompts"):
+        run(tmp_path / "never made", rows, both, validation=["3="])
+    assert not (tmp_path / "never made").exists()
+
+
 @pytest.mark.parametrize("rate", [1e-3, np.float32(1e-3), 1])
 def test_default_learning_rate_of_the_critic_is_three_times_that_of_the_policy(monkeypatch, rate):
     config, _ = captured(monkeypatch, nemo_rl_cpp.train_ppo, num_generations=2, learning_rate=rate)

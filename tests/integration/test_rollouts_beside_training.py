@@ -19,7 +19,7 @@ BESIDE = (
 )  # fmt: skip
 AGE_2 = "grpo.async_grpo.max_trajectory_age_steps=2"
 RECOMPUTE = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
-TIMES = ("seconds", "_per_s", "memory", "refit/", "utilization", "time")
+TIMES = ("seconds", "_per_s", "memory", "refit/bytes", "refit/sent", "utilization", "time")
 
 
 def without_times(history):
@@ -42,10 +42,10 @@ def trained(folder, steps, *overrides, **options):
     return {str(path.relative_to(folder)): tensor_digest(path) for path in files}, without_times(run.history)
 
 
-def stop_after(folder, step, steps, *overrides):
+def stop_after(folder, step, steps, *overrides, **options):
     """Train the first `step` steps of a run of `steps` steps; return the weight versions of the batches in its
     checkpoint."""
-    with make(folder, steps, *overrides) as run:
+    with make(folder, steps, *overrides, **options) as run:
         advance = run.state.advance
 
         def stopped(*args):
@@ -96,12 +96,14 @@ def test_force_on_policy_ratio_does_not_change_the_weights_if_each_batch_has_one
     assert first == second
 
 
-def test_repeated_async_ppo_runs_give_bit_identical_weights(tmp_path):
-    sizes = (*tiny.SMALL_PPO, "checkpointing.save_period=1000")
-    first, history = trained(tmp_path / "1", 3, *sizes, section="ppo")
-    assert [row["avg_trajectory_age"] for row in history] == [0, 1, 1]
-    again, _ = trained(tmp_path / "2", 3, *sizes, section="ppo")
-    assert first == again
+def test_async_ppo_run_resumed_in_the_critics_warm_up_is_bit_identical_to_an_uninterrupted_run(tmp_path):
+    options = (*tiny.SMALL_PPO, "checkpointing.save_period=2", "ppo.policy_training_start_step=2")
+    whole, history = trained(tmp_path / "whole", 4, *options, section="ppo")
+    assert [row["avg_trajectory_age"] for row in history] == [0, 1, 1, 1]
+    assert [row["refit/version"] for row in history] == [0, 0, 0, 3]
+    assert stop_after(tmp_path / "parts", 2, 4, *options, section="ppo") == [1]
+    rest, later = trained(tmp_path / "parts", 4, *options, section="ppo")
+    assert rest == whole and later == history[2:]
 
 
 IN_FLIGHT = (

@@ -302,7 +302,11 @@ def make_collector(
     )  # fmt: skip
     if config.algorithm == "grpo" and loop.adv_estimator.name == "remax":
         roll_out = partial(with_greedy_baseline, roll_out, lambda rollouts: shape_rewards(rollouts).total_reward)
-    refit = create_weight_synchronizer(policy, generation, engines_of(config) == 0, version=lambda: state.step)
+
+    def version() -> int:  # the critic's warm-up does not change the policy's weights
+        return state.step if state.step > loop.first_policy_step else 0
+
+    refit = create_weight_synchronizer(policy, generation, engines_of(config) == 0, version)
     sampler = GroupSampler.from_config(loop)
     parts = (generation, refit, prompts, roll_out, sampler, state, shape_rewards, change_rewards)
     if not settings.enabled:

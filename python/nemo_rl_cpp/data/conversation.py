@@ -111,9 +111,9 @@ def question_and_answer(question: str, answer: object) -> list[ChatMessage]:
 
 
 def text_of(value: T) -> T | str:
-    """Convert a number to a string, so that it can be the content of a message. Return anything else unchanged. A float
-    is written without an exponent, because math-verify parses 1e-05 as a product with Euler's number."""
-    if isinstance(value, float) and math.isfinite(value):
+    """Convert a number to a string, so that it can be the content of a message. Return anything else unchanged. Floats
+    and decimals are written without an exponent, because math-verify parses 1e-05 as a product with Euler's number."""
+    if isinstance(value, (float, Decimal)) and math.isfinite(value):
         return f"{Decimal(str(value)):f}"
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 

@@ -6,6 +6,7 @@ Expected values are written by hand. The tokenizer's template writes `[role]cont
 import gzip
 import io
 import json
+from decimal import Decimal
 
 import pytest
 from fakes import ByteTokenizer
@@ -71,6 +72,7 @@ READ = [
     ("braces.jsonl", jsonl({"input": "{} {{ messages }} {% x %}", "output": None}), {}, [("[user]{} {{ messages }} {% x %}[assistant]", None)]),
     ("spaces.jsonl", jsonl({"input": "  1+1?\n", "output": " 2 "}), {}, [("[user]  1+1?\n[assistant]", " 2 ")]),
     ("nan_truth.parquet", parquet({"input": "1+1?", "output": 2.0}, {"input": "2+2?", "output": float("nan")}), {}, [("[user]1+1?[assistant]", "2.0"), ("[user]2+2?[assistant]", None)]),
+    ("decimals.parquet", parquet({"input": Decimal("1.50"), "output": Decimal("-0.00000001")}), {}, [("[user]1.50[assistant]", "-0.00000001")]),
     ("quoted.csv", b'input,output\n"a, ""b""\nc",2\n', {}, [('[user]a, "b"\nc[assistant]', "2")]),
     ("bom_crlf.csv", b"\xef\xbb\xbfinput,output\r\n1+1?,2\r\n", {}, ONE),
     ("long_field.csv", b"input,output\n" + b"a" * 200_000 + b",2\n", {}, [(f"[user]{'a' * 200_000}[assistant]", "2")]),

@@ -20,6 +20,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
+from tinker.types.try_again_response import TryAgainResponse
 
 from nemo_rl_cpp.files.durable import MANIFEST
 from nemo_rl_cpp.serving.http_server import HttpServer, listen, read_json, read_raw, serve_until_ended
@@ -68,10 +69,16 @@ class Routes:
         return handle
 
     def parsed(self, kind: type[M], ask: Callable[[M], BaseModel]) -> Handler:
-        """Return a handler that parses the body as `kind`, passes it to `ask`, and responds with the result."""
+        """Return a handler that parses the body as `kind`, passes it to `ask`, and responds with the result. An invalid
+        request of a model has had its turn: the model's later requests do not wait for it."""
 
         async def handle(request: Request) -> Response:
-            return _json(ask(await self._body(request, kind)))
+            given = await self._json_body(request)
+            try:
+                return _json(ask(_valid(kind, given)))
+            except ValueError as error:
+                self.service.skip(given.get("model_id"), given.get("seq_id"), error)
+                raise
 
         return handle
 
@@ -92,7 +99,7 @@ class Routes:
         wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio prints the exception
         await asyncio.wait({wrapped}, timeout=_POLL_SECONDS)
         if not future.done():
-            return _json(types.TryAgainResponse(request_id=request_id, queue_state="active"))
+            return _json(TryAgainResponse(request_id=request_id, queue_state="active"))
         self.service.worker.was_retrieved(request_id)
         error = future.exception()
         if error is not None:
@@ -229,11 +236,7 @@ class Routes:
         return body
 
     async def _body(self, request: Request, kind: type[M]) -> M:
-        try:
-            return kind.model_validate(await self._json_body(request))
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from None
+        return _valid(kind, await self._json_body(request))
 
     def guarded(self, handler: Handler) -> Handler:
         """Return a handler that checks the API key before it calls `handler`."""
@@ -245,6 +248,15 @@ class Routes:
             return await handler(request)
 
         return handle
+
+
+def _valid(kind: type[M], given: dict) -> M:
+    """Return a request's JSON object as `kind`. Raise ValueError for the first invalid field."""
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from None
 
 
 def _checkpoint(store: Store, place: Place) -> types.Checkpoint:

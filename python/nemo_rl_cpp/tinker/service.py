@@ -143,6 +143,7 @@ def _top(rows: Sequence[Sequence[tuple[int, float]]]) -> pb.TopkLogprobs:
 
 R = TypeVar("R")  # a request of the SDK
 _SESSION_SECONDS = 3600.0  # a session without a heartbeat for this long is dropped from memory
+_MOST_SEQ = 1 << 62
 _MOST_SNAPSHOTS = 8  # unnamed snapshots per model; older ones are dropped
 
 
@@ -277,10 +278,21 @@ class Service:
 
     def queue(self, model: TrainedModel, seq: int | None, run: Callable[[], object]) -> types.UntypedAPIFuture:
         """Queue `run` as the model's request number `seq`. A model's requests run in the order of their numbers."""
-        if seq is None or not 0 <= seq < 1 << 62:
+        if seq is None or not 0 <= seq < _MOST_SEQ:
             raise ValueError(f"seq_id is {seq}, expected the number of this request of its model")
         request_id = self.worker.submit_in_turn(model, seq, run)
         return types.UntypedAPIFuture(request_id=request_id, model_id=model.id)
+
+    def skip(self, model_id: object, seq: object, error: ValueError) -> None:
+        """Let the invalid request number `seq` of a model fail with `error` in its turn, because the client counts it,
+        too. Do nothing without a known model and a valid number."""
+        model = self.models.get(model_id) if isinstance(model_id, str) else None
+
+        def fail() -> None:
+            raise error
+
+        if model is not None and isinstance(seq, int) and 0 <= seq < _MOST_SEQ:
+            self.worker.submit_in_turn(model, seq, fail)
 
     # ---- training
 

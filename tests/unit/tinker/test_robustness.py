@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 import tinker
+from nemo_rl_cpp.tinker import app
 from nemo_rl_cpp.tinker.app import make_app
 from starlette.testclient import TestClient
 from test_sdk import ADAM, datum
@@ -72,6 +73,29 @@ def test_tinker_request_is_an_error_if_the_preceding_request_never_arrives(serve
     model = new_model(url)
     body = {"model_id": model, "seq_id": 7, "adam_params": {}}
     assert "request 7" in result(url, post(url, "optim_step", body)[1]["request_id"])["error"]
+
+
+def test_client_of_an_unfinished_tinker_request_is_told_to_try_again(served, monkeypatch):
+    monkeypatch.setattr(app, "_POLL_SECONDS", 0.05)
+    url, _ = served
+    body = {"model_id": new_model(url), "seq_id": 7, "adam_params": {}}
+    waiting = post(url, "optim_step", body)[1]["request_id"]
+    status, told = post(url, "retrieve_future", {"request_id": waiting})
+    assert status == 200 and told["type"] == "try_again" and told["request_id"] == waiting
+
+
+def test_tinker_requests_after_an_invalid_one_of_the_same_model_do_not_wait_for_it(served):
+    url, service = served
+    model = new_model(url)
+    step = {"model_id": model, "adam_params": {}}
+    invalid = [
+        ("optim_step", step | {"adam_params": {"learning_rate": None}}),
+        ("load_weights", {"model_id": model, "path": "no path", "optimizer": True}),
+        ("save_weights", {"model_id": model, "path": 3}),
+    ]
+    for seq, (route, body) in enumerate(invalid, 1):
+        assert post(url, route, body | {"seq_id": seq})[0] == 422
+    assert "error" not in result(url, post(url, "optim_step", step | {"seq_id": len(invalid) + 1})[1]["request_id"])
 
 
 GOOD = datum([3, 4, 5], 1)

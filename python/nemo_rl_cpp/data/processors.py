@@ -20,6 +20,7 @@ from nemo_rl_cpp.data.conversation import (
     tools_of,
 )
 from nemo_rl_cpp.data.interfaces import DatumSpec, Row, TaskDataProcessFnCallable, TaskDataSpec, TokenizerType
+from nemo_rl_cpp.errors import say_once
 
 
 class Entry(NamedTuple):
@@ -265,7 +266,7 @@ def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Pro
     """Convert a row {"messages"} to a conversation on whose assistant messages the model is trained. Each assistant
     message gives two entries of the prompt: a user entry (not trained) with the conversation since the previous
     assistant message, and an assistant entry (trained) that includes the template's end of the turn. The last entry
-    ends with the end token."""
+    ends with the end token. If the template changes answers once others follow, only the last answer is trained."""
     messages, info = _asked(row, spec, "sft_processor")
     last = conversation_of(row["messages"], "messages")[-1]  # with its reasoning and tool calls
     content = last.get("content")
@@ -274,27 +275,42 @@ def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Pro
     if last["role"] != "assistant" or not (has_text or (last.get("tool_calls") and content in ("", None))):
         raise ValueError(_NO_ANSWER)
     messages = [*_with_system(messages, spec), {**last, "content": content}]
+    ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = [_turn(tokenizer, messages[:end], tools_of(row)) for end in ends]
+    befores = ["", *(turn and turn[1] for turn in turns)]
+    if any(turn is None or not turn[0].startswith(before) for turn, before in zip(turns, befores)):
+        if turns[-1] is None:
+            raise ValueError("the chat template changes the messages before the last answer, so it cannot be trained")
+        text = "the chat template changes answers that others follow (Qwen3's omits their reasoning), so only the last answer"
+        say_once("warning", f"{text} of such rows is trained; to train the others, add rows that end with them")
+        ends, turns = ends[-1:], turns[-1:]
     entries: list[Entry] = []
-    done, end = "", tokenizer.eos_token or ""
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        said = render_prompt(tokenizer, messages[: i + 1], False, tools_of(row))
-        asked = render_prompt(tokenizer, messages[:i], tools=tools_of(row))
-        if not said.startswith(asked):  # the template begins answers with reasoning, which this answer lacks
-            asked = render_prompt(tokenizer, messages[:i], False, tools_of(row))
-        if not asked.startswith(done) or not said.startswith(asked):
-            raise ValueError("the chat template changes messages that others follow: train the last answer alone")
+    done = ""
+    for end, (asked, said) in zip(ends, turns):
         prompt, answered = asked[len(done) :], said[len(asked) :]
-        if i == len(messages) - 1:
+        if end == len(messages):
             answered = answered.rstrip("\n")
             if not answered and not has_text:  # the template writes no tool calls
                 raise ValueError(_NO_ANSWER)
-            answered += "" if answered.endswith(end) else end
-        first = prompt_ids(tokenizer, prompt, messages[:i]) if not entries else _piece(tokenizer, prompt)
+            stop = tokenizer.eos_token or ""
+            answered += "" if answered.endswith(stop) else stop
+        first = prompt_ids(tokenizer, prompt, messages[: end - 1]) if not entries else _piece(tokenizer, prompt)
         entries += [Entry("user", prompt, first), Entry("assistant", answered, _piece(tokenizer, answered))]
         done = said
     return Prompt(entries, info)
+
+
+def _turn(
+    tokenizer: TokenizerType, messages: list[ChatMessage], tools: list[dict[str, object]] | None
+) -> tuple[str, str] | None:
+    """Return a conversation as text, without and with its last message, an answer. Return None if the template writes
+    the other messages differently once the answer follows."""
+    said = render_prompt(tokenizer, messages, False, tools)
+    for begins in (True, False):  # a template may begin answers with reasoning, which this answer lacks
+        asked = render_prompt(tokenizer, messages[:-1], begins, tools)
+        if said.startswith(asked):
+            return asked, said
+    return None
 
 
 def _piece(tokenizer: TokenizerType, text: str) -> list[int]:

@@ -84,6 +84,23 @@ def test_sft_trains_the_reasoning_and_the_tool_calls_of_the_last_answer(answer, 
             sft_processor(read, TaskDataSpec("task"), tokenizer, None, 0)
 
 
+def test_sft_trains_the_last_answer_alone_if_the_template_changes_earlier_ones(capsys):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TURNS.replace("{{ m.content }}", "{% if loop.last %}()\n{% endif %}{{ m.content }}", 1).replace(
+        "loop.last", "loop.last and m.role == 'assistant'"
+    )  # fmt: skip
+    log = pieces(tokenizer, "1", "2", "3", "4")["message_log"]
+    asked = "<user>1</>\n<assistant>2</>\n<user>3</>\n<assistant>"
+    assert [(m["role"], m["content"]) for m in log] == [
+        ("user", asked),
+        ("assistant", f"()\n4</>{tokenizer.eos_token}"),
+    ]
+    assert "only the last answer of such rows is trained" in capsys.readouterr().err
+    tokenizer.chat_template = "{{ messages | length }}" + TURNS
+    with pytest.raises(ValueError, match="changes the messages before the last answer"):
+        pieces(tokenizer, "1", "2", "3", "4")
+
+
 def batch_of(rows):
     """Return a batch of rows of token ids, in each of which the last three are the response."""
     logs = [[{"role": "user", "token_ids": row[:-3]}, {"role": "assistant", "token_ids": row[-3:]}] for row in rows]

@@ -113,6 +113,9 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _DATA_FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt")
 _GIVEN = "nemo_rl_cpp.api.Rows"  # the data set name of rows passed from Python
 
+_OTHER_WAYS = {"sft": "supervised fine-tuning", "distillation": "distillation from a teacher"}
+"""Algorithm that is no reinforcement learning -> how the model card names it."""
+
 
 def write_card(folder: Path, config: TrainMasterConfig, step: int) -> None:
     """Write README.md into a folder with the weights after `step` steps, unless another program wrote one there."""
@@ -125,13 +128,13 @@ def write_card(folder: Path, config: TrainMasterConfig, step: int) -> None:
 def card_text(config: TrainMasterConfig, step: int) -> str:
     """Return the text of the model card, README.md, of a model that the run `config` has trained for `step` steps. It
     shows only the last part of a local folder's path."""
-    base = published_name(config.policy.model_name)
+    base, way = published_name(config.policy.model_name), _OTHER_WAYS.get(config.algorithm)
     named = datasets_of(config.data.train, "data.train")
     sets = [(each.dataset_name, getattr(each, "data_path", None)) for _, each in named]
     front: dict[str, Plain] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["reinforcement-learning", config.algorithm, "nemo_rl_cpp"],
+        "tags": [*([] if way else ["reinforcement-learning"]), config.algorithm, "nemo_rl_cpp"],
     }
     if _is_repository(base):
         front["base_model"] = base
@@ -146,7 +149,7 @@ def card_text(config: TrainMasterConfig, step: int) -> str:
     adapting = 'model = PeftModel.from_pretrained(model, "FOLDER OR REPOSITORY", subfolder="adapter")\n'
     template = Template(Path(__file__).with_name("model_card.txt").read_text(encoding="utf-8"))
     return template.substitute(
-        front=dump_yaml(front).strip(), mark=_MARK, version=__version__, title=title, steps=step, data=", ".join(data),
+        front=dump_yaml(front).strip(), mark=_MARK, way=way or "reinforcement learning", version=__version__, title=title, steps=step, data=", ".join(data),
         imports="from peft import PeftModel\n" if is_adapter else "",
         weights=_shown(base) if is_adapter else "FOLDER OR REPOSITORY", adapter=adapting if is_adapter else "",
     )  # fmt: skip

@@ -4,6 +4,7 @@ import pytest
 from huggingface_hub import ModelCard
 from nemo_rl_cpp import __version__
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.loader import load_sft_config
 from nemo_rl_cpp.models.hub_upload import card_text, write_card
 
 
@@ -20,6 +21,11 @@ def test_model_card_lists_base_model_algorithm_steps_and_data_of_the_run():
         "nemo_rl_cpp.load(",
     ):
         assert line in card.text, line
+
+
+def test_model_card_of_supervised_fine_tuning_does_not_name_reinforcement_learning():
+    card = ModelCard(card_text(load_sft_config("sft_arithmetic_smollm2.yaml"), 20))
+    assert card.data.tags == ["sft", "nemo_rl_cpp"] and "was trained by supervised fine-tuning with" in card.text
 
 
 def test_model_card_code_for_an_adapter_on_a_quantised_base_loads_base_and_adapter():

@@ -23,9 +23,14 @@ def stages_shown() -> Iterator[None]:
         _began = None
 
 
-def stage(text: str) -> None:
-    """Print `text`, the name of a stage of work that begins now. Print nothing outside `stages_shown`."""
-    if _began is not None:
+def are_shown() -> bool:
+    """Return whether the caller is inside `stages_shown`."""
+    return _began is not None
+
+
+def stage(text: str | None) -> None:
+    """Print `text`, the name of a stage of work that begins now. Print nothing outside `stages_shown`, or for None."""
+    if _began is not None and text is not None:
         print(f"[{time.monotonic() - _began:5.1f} s] {text}", flush=True)
 
 

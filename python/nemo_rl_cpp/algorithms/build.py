@@ -23,10 +23,12 @@ from nemo_rl_cpp.algorithms.loop import train_loop
 from nemo_rl_cpp.algorithms.loss import LossFunction
 from nemo_rl_cpp.algorithms.step import Critic, NoCritic
 from nemo_rl_cpp.algorithms.step_metrics import Metrics
+from nemo_rl_cpp.algorithms.step_time import LONG_RUN, time_text
 from nemo_rl_cpp.algorithms.teachers import NoTeacher, Teachers
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import ValidationResult
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
+from nemo_rl_cpp.checks import has_time_forecast
 from nemo_rl_cpp.config.access import to_plain
 from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig, checked, master_of
 from nemo_rl_cpp.data.dataloader import load_dataloader_state
@@ -48,7 +50,7 @@ from nemo_rl_cpp.report import ReportWriter
 from nemo_rl_cpp.report.findings import Alerts
 from nemo_rl_cpp.report.progress import Progress
 from nemo_rl_cpp.serving.generation import listener_of, serve_policy
-from nemo_rl_cpp.stages import stage
+from nemo_rl_cpp.stages import are_shown, stage
 from nemo_rl_cpp.user_code import serve
 
 
@@ -212,8 +214,10 @@ def build_run(
             resources.callback(listener.close)
             if engine_cluster is not None:  # the engine's worker will listen there
                 listener.close()
-        stage("loading the model")
         steps = parts.planned_steps(loop, loader)
+        if are_shown() and has_time_forecast(config):  # measured before the model takes memory
+            stage(time_text(config, steps - state.step, least=LONG_RUN))
+        stage("loading the model")
         policy = parts.make_policy(config, tokenizer, resume, cluster, steps, policy_factory)
         generation = parts.make_generation(config, policy, tokenizer, engine_cluster)
         resources.callback(end_engine, generation)

@@ -37,8 +37,9 @@ Native = dict[str, Plain]
 _IN_MEMORY, _MOST_OPERATIONS, _STEPS = 64e6, 8e9, 3
 """Bytes of weights that do not all stay in a processor's cache from one decode step to the next; operations of a measured
 pass, a tenth of a second at 80 billion a second; measured decode steps."""
-_SHORT = 0.5
-"""Seconds of a step below which Python, whose time is not forecast, takes a large part of the step."""
+_SHORT, LONG_RUN = 0.5, 6e13
+"""Seconds of a step below which Python, whose time is not forecast, takes a large part of the step; operations of a run,
+ten minutes at 100 billion a second, above which a measurement delays the run's start by little."""
 
 
 @dataclass(frozen=True)
@@ -298,14 +299,21 @@ def step_time(
     return (0.0 if config.algorithm == "sft" else generation), training
 
 
+def _folders(config: TrainMasterConfig) -> dict[str, ModelFolder]:
+    """Return the folders of the trained models, by the names of their sections: "policy" and perhaps "value"."""
+    folders = {}
+    for section, model in config.trained_models().items():
+        path = local_folder(model.model_name)
+        of = {"overrides": model.hf_config_overrides, "value_head": section == "value"}
+        folders[section] = tiny_random(**of) if path is None else read_model_folder(path, **of)
+    return folders
+
+
 def measured_step_time(config: TrainMasterConfig, shape: Shape) -> tuple[float, float]:
     """Measure for about a second, and return the seconds of a step's generation and of the rest of the step."""
     use_threads(config.cluster)
     costs, rates, needed = {}, {}, 0.0
-    for section, model in config.trained_models().items():
-        path = local_folder(model.model_name)
-        of = {"overrides": model.hf_config_overrides, "value_head": section == "value"}
-        folder = tiny_random(**of) if path is None else read_model_folder(path, **of)
+    for section, folder in _folders(config).items():
         costs[section], decode = Costs.of(folder.native()), 0.0
         if section == "policy" and config.algorithm != "sft":
             sample = _Sample(config, section, folder, shape, decodes=True)
@@ -326,20 +334,35 @@ def _kept_share(config: TrainMasterConfig, needed: float) -> float:
     return float(needed <= (available_bytes() - held) / 4)
 
 
-def time_text(config: TrainMasterConfig) -> str:
-    """Return a sentence on how long a step and the run take, for a run that `has_time_forecast`."""
-    lengths, loop, steps = mean_lengths(config), config.loop, config.loop.max_num_steps
-    shape = Shape.of(config, lengths)
-    generation, training = measured_step_time(config, shape)
+def configured_steps(config: TrainMasterConfig) -> int:
+    """Return the number of steps of a run that starts from scratch."""
+    loop, steps = config.loop, config.loop.max_num_steps
     rows = [rows_of(section) for where, section in plain_sections(config.data) if where.startswith("data.train")]
-    if None not in rows and not config.data.use_multiple_dataloader:
-        steps = min(steps, loop.max_num_epochs * (sum(rows) // loop.prompts_per_round))
+    if None in rows or config.data.use_multiple_dataloader:
+        return steps
+    return min(steps, loop.max_num_epochs * (sum(rows) // loop.prompts_per_round))
+
+
+def time_text(config: TrainMasterConfig, steps: int, least: float = 0.0) -> str | None:
+    """Return a sentence on how long a step and `steps` steps take, for a run that `has_time_forecast`. Return None if
+    the steps have fewer than `least` floating-point operations, or if the measurement fails, by a lack of memory
+    perhaps: the run may still train."""
+    try:
+        lengths = mean_lengths(config)
+        shape = Shape.of(config, lengths)
+        costs = {section: Costs.of(folder.native()) for section, folder in _folders(config).items()}
+        each = dict.fromkeys(costs, Rates(decode=1.0, score=1.0, train=3.0, update=0.0))
+        if steps * sum(step_time(config, shape, costs, each, kept=0.0)) < least:
+            return None
+        generation, training = measured_step_time(config, shape)
+    except Exception:  # noqa: BLE001 - see above
+        return None
     if generation + training < _SHORT:
         return "a step takes less than a second"
     whole, total = duration(generation + training), f"{steps:,} steps {duration(steps * (generation + training))}"
     if config.algorithm == "sft":
         return f"a step takes {'' if lengths else 'at most '}about {whole}; {total}"
-    rounds = " in one round of sampling" if getattr(loop, "use_dynamic_sampling", False) else ""
+    rounds = " in one round of sampling" if getattr(config.loop, "use_dynamic_sampling", False) else ""
     parts = f"generation {duration(generation)}, training {duration(training)}"
     assumed = f"if every response has {shape.new:,} tokens" + ("" if lengths else f" and every prompt {shape.prompt:,}")
     return f"a step takes at most about {whole}{rounds} ({parts}), {assumed}; {total}"

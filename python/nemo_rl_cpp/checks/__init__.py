@@ -7,7 +7,7 @@ from nemo_rl_cpp.config.master import WholeConfig
 from nemo_rl_cpp.errors import Finding
 
 from . import data, folders, model
-from .banner import banner_lines
+from .banner import banner_lines, has_time_forecast
 
 
 def preflight(config: WholeConfig) -> list[Finding]:
@@ -17,4 +17,4 @@ def preflight(config: WholeConfig) -> list[Finding]:
     return sorted(found, key=lambda finding: finding.level != "error")
 
 
-__all__ = ["Finding", "banner_lines", "preflight"]
+__all__ = ["Finding", "banner_lines", "has_time_forecast", "preflight"]

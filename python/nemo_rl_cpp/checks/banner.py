@@ -17,6 +17,8 @@ from nemo_rl_cpp.config.data import QUICK_DATASETS, plain_sections
 from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, is_experts
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import TrainedModelConfig
+from nemo_rl_cpp.dotted_names import is_user_defined
+from nemo_rl_cpp.hub.sources import TINY_RANDOM, local_folder
 from nemo_rl_cpp.loggers.folders import foreseen_experiment_dir
 from nemo_rl_cpp.models import memory
 from nemo_rl_cpp.models.budget import budget_text
@@ -27,6 +29,9 @@ from .folders import newest_checkpoint
 
 _MOST_BYTES = 64 * 2**20
 """The size in bytes above which a data file's lines are not counted for the banner, because that would take long."""
+
+_MOST_MEASURED = 100_000_000
+"""Parameters of a layer above which a measurement takes more than a moment, and with their optimizer state much memory."""
 
 
 def banner_lines(config: WholeConfig) -> Iterator[str]:
@@ -142,6 +147,28 @@ def _data(config: WholeConfig) -> str:
         side = "validation: " if where.startswith("data.validation") else ""
         sides[side].append(text if rows is None else f"{text}, {_many(rows, 'row')}")
     return "; ".join(side + " + ".join(texts) for side, texts in sides.items() if texts) or "none"
+
+
+def has_time_forecast(config: WholeConfig) -> bool:
+    """Return whether the time of a step can be forecast. This is so if only the native core computes, in this process
+    on the CPU, rollouts have one turn, the loss is one of this package, and a layer of the model is small enough to
+    measure."""
+    if not isinstance(config, TrainMasterConfig) or config.cluster.device != "cpu" or config.cluster.has_workers:
+        return False
+    loop, generation = config.loop, config.policy.generation
+    elsewhere = engines_of(config) or generation.runs_vllm or generation.expose_http_server
+    more = loop.beside_training.enabled or loop.max_rollout_turns > 1 or loop.adv_estimator.name == "remax"
+    unknown = is_user_defined(config.loss_fn.name) or getattr(config.loss_fn, "score_centering_k", None) is not None
+    if elsewhere or more or unknown or config.algorithm == "distillation" or config.teachers:
+        return False
+    for model in config.trained_models().values():
+        sizes = model_sizes(model.model_name, model.hf_config_overrides)
+        most, folder = _MOST_MEASURED * (1 if model.lora is None else 4), local_folder(model.model_name)
+        if model.model_name != TINY_RANDOM and (folder is None or not (folder / "config.json").is_file()):
+            return False
+        if model.backend != "native" or sizes is None or sizes.parameters > most * sizes.num_hidden_layers:
+            return False
+    return True
 
 
 def rows_of(section: Mapping[str, object], evaluation: bool = False) -> int | None:

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from nemo_rl_cpp.checks import banner_lines, preflight
+from nemo_rl_cpp.checks import banner_lines, has_time_forecast, preflight
 from nemo_rl_cpp.command_line import command_parser, unknown_option
 from nemo_rl_cpp.config.access import written
-from nemo_rl_cpp.config.cluster import engines_of
 from nemo_rl_cpp.config.errors import KINDS, ConfigError
 from nemo_rl_cpp.config.fold import exactness_text, keys_without_effect_text
 from nemo_rl_cpp.config.loader import LOADERS, find_config, kind_of, shipped_configs
@@ -18,17 +17,13 @@ from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig, Whole
 from nemo_rl_cpp.config.policy import MEMORY_BUDGET
 from nemo_rl_cpp.distributed.launch import serving
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
-from nemo_rl_cpp.dotted_names import is_user_defined, search_for_modules
+from nemo_rl_cpp.dotted_names import search_for_modules
 from nemo_rl_cpp.files.yaml_text import dump_yaml
-from nemo_rl_cpp.hub.sources import TINY_RANDOM, TOKENIZER_FILES, local_folder, resolve_model
+from nemo_rl_cpp.hub.sources import TINY_RANDOM, TOKENIZER_FILES, resolve_model
 from nemo_rl_cpp.interrupts import nobody_reads, say
 from nemo_rl_cpp.models.budget import budget_text, within_budget
 from nemo_rl_cpp.models.memory import forecast_text
-from nemo_rl_cpp.models.model_sizes import model_sizes
 from nemo_rl_cpp.stages import stage, stages_shown
-
-_MOST_MEASURED = 100_000_000
-"""Parameters of a layer above which a measurement takes more than a moment, and with their optimizer state much memory."""
 
 _CHECK_EXAMPLES = """examples:
   nemo-rl-cpp check --config my.yaml
@@ -36,7 +31,8 @@ _CHECK_EXAMPLES = """examples:
 
 If the native core trains in one process on the CPU, check also measures it for about a second, and prints how long a
 step and the run take if every response has the maximum length. Validation, checkpoints and the time that environments
-take are not counted. A machine that is busy with other programs measures longer times."""
+take are not counted. A machine that is busy with other programs measures longer times. A run that takes more than some
+minutes prints the same before it loads the model."""
 _CONFIGS_EXAMPLES = """examples:
   nemo-rl-cpp configs
   nemo-rl-cpp configs ppo"""
@@ -231,38 +227,15 @@ def _is_ready(config: WholeConfig) -> bool:
     return True
 
 
-def has_time_forecast(config: WholeConfig) -> bool:
-    """Return whether the time of a step can be forecast. This is so if only the native core computes, in this process
-    on the CPU, rollouts have one turn, the loss is one of this package, and a layer of the model is small enough to
-    measure."""
-    if not isinstance(config, TrainMasterConfig) or config.cluster.device != "cpu" or config.cluster.has_workers:
-        return False
-    loop, generation = config.loop, config.policy.generation
-    elsewhere = engines_of(config) or generation.runs_vllm or generation.expose_http_server
-    more = loop.beside_training.enabled or loop.max_rollout_turns > 1 or loop.adv_estimator.name == "remax"
-    unknown = is_user_defined(config.loss_fn.name) or getattr(config.loss_fn, "score_centering_k", None) is not None
-    if elsewhere or more or unknown or config.algorithm == "distillation" or config.teachers:
-        return False
-    for model in config.trained_models().values():
-        sizes = model_sizes(model.model_name, model.hf_config_overrides)
-        most, folder = _MOST_MEASURED * (1 if model.lora is None else 4), local_folder(model.model_name)
-        if model.model_name != TINY_RANDOM and (folder is None or not (folder / "config.json").is_file()):
-            return False
-        if model.backend != "native" or sizes is None or sizes.parameters > most * sizes.num_hidden_layers:
-            return False
-    return True
-
-
 def _time_text(config: WholeConfig) -> str | None:
     """Return a sentence on how long a step and the run take, measured in about a second; None if it is not known."""
     if not has_time_forecast(config):
         return None
     try:
-        from nemo_rl_cpp.algorithms.step_time import time_text  # loads torch, which a check does not need otherwise
-
-        return time_text(config)
-    except Exception:  # noqa: BLE001 - a run whose time cannot be measured, by a lack of memory perhaps, may still train
+        from nemo_rl_cpp.algorithms.step_time import configured_steps, time_text  # loads torch
+    except ImportError:
         return None
+    return time_text(config, configured_steps(config))
 
 
 def _print_findings(config: WholeConfig) -> int:

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from nemo_rl_cpp import cli
+from nemo_rl_cpp.algorithms import build
 from nemo_rl_cpp.algorithms import step_time as forecast
 from nemo_rl_cpp.algorithms.step_time import (
     Costs,
@@ -15,8 +16,8 @@ from nemo_rl_cpp.algorithms.step_time import (
     measured_step_time,
     step_time,
 )
+from nemo_rl_cpp.checks import has_time_forecast
 from nemo_rl_cpp.checks.data import Lengths, mean_lengths
-from nemo_rl_cpp.commands.runs import has_time_forecast
 from nemo_rl_cpp.config import load_distillation_config, load_grpo_config, load_ppo_config, load_sft_config
 from nemo_rl_cpp.models.model_folder import tiny_random
 from tiny import EXPERTS, LATENT, MAMBA2, RECURRENT, shaped
@@ -133,6 +134,19 @@ def test_check_command_prints_an_estimate_of_the_step_time(tmp_path, capsys, mon
     monkeypatch.setattr(forecast, "_SHORT", 1e9)
     assert cli.main(["check", *words]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "a step takes less than a second"
+
+
+@pytest.mark.slow
+def test_long_run_prints_an_estimate_of_its_remaining_time_before_it_loads_the_model(tmp_path, capsys, monkeypatch):
+    folders = f"checkpointing.checkpoint_dir={tmp_path / 'results'}", f"logger.log_dir={tmp_path / 'logs'}"
+    words = ["--config", "configs/grpo_tiny.yaml", *folders, "data.validation=null", "checkpointing.save_period=1"]
+    assert cli.main(["train", *words, "grpo.max_num_steps=1"]) == 0
+    assert "a step takes" not in capsys.readouterr().out  # a measurement would delay so short a run noticeably
+    monkeypatch.setattr(build, "LONG_RUN", 0.0)
+    monkeypatch.setattr(forecast, "_SHORT", 0.0)
+    assert cli.main(["train", *words, "grpo.max_num_steps=3"]) == 0  # goes on from step 1
+    out = capsys.readouterr().out
+    assert "; 2 steps " in out[out.index("a step takes at most about ") : out.index("loading the model")]
 
 
 def test_check_command_prints_no_step_time_estimate_for_unsupported_configurations(capsys):

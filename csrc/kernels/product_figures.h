@@ -4,8 +4,9 @@
 //
 //   rows of x, forward    way                                      figure
 //   1 to 8                rows of w in the lanes                   kLinearFewRows
-//   1 to 12, 64, or 4     w in twelve bits, after 16 such steps    kPackedMostRows, kPackedMostRowsSingle,
-//                                                                  kPackedMostRowsTiles, kPackAfter
+//   1 to 12, 64, 3 or 4   w in twelve bits, after 16 such steps    kPackedMostRows, kPackedMostRowsSingle,
+//                                                                  kPackedMostRowsShort, kPackedMostRowsTiles,
+//                                                                  kPackAfter
 //   up to 64              each thread packs x for itself           kLinearOwnRows
 //   from 96, 192 or 384   w packed too (AVX-512)                   kLinearWideRows times linear_wide_chunks
 //   from 128 or 1,024     w packed too (AMX)                       kTileWideRows, kTileWideRowsOfLong
@@ -50,6 +51,7 @@ inline constexpr std::int64_t kPackedMostRows = 12;        ///< of x: their sums
 inline constexpr std::int64_t kPackedMostRowsHalves = 16;  ///< where pairs are taken apart: half a strip at a time
 inline constexpr std::int64_t kPackedMostRowsSingle = 64;  ///< there: more rows share weights that become float32
 inline constexpr std::int64_t kPackedUnpackedTerms = 64;   ///< so many at a time: with rows of x in the nearest cache
+inline constexpr std::int64_t kPackedMostRowsShort = 3;    ///< with AVX2, whose registers are half as long
 inline constexpr std::int64_t kPackedMostRowsTiles = 4;    ///< where tiles multiply: more rows have work enough
 inline constexpr std::int64_t kPackedAheadBytes = 2048;    ///< asked for ahead: about as long as memory takes
 inline constexpr std::int64_t kPackAfter = 16;  ///< steps of few rows, by which reading the weights as they lie has

@@ -177,7 +177,7 @@ template <BlockFormat kFormat, int kRows, int kGroups>
         for (int g = 0; g < kGroups; ++g) {
           const __m512i word = words[g].template word<kEach>();
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r) chains[g][r] = x.add(word, r, chains[g][r]);
+          for (int r = 0; r < kRows; ++r) chains[g][r] = x.add((PackedBits)word, r, chains[g][r]);
         }
         x.next_word();
       };

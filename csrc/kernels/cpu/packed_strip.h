@@ -1,6 +1,7 @@
 // Packed weights (kernels/packed_weights.h) in registers: a block is four words of 16 rows each (word 0 of rows 0-15
 // and of rows 16-31, then word 1), packed into 192 bytes: 32 x 4 exponents, then sign and mantissa of the first two
-// words in the halves of 16 bits, then of the others.
+// words in the halves of 16 bits, then of the others. With AVX2 a register has a word of 8 rows, so each part of 64
+// bytes is two registers.
 #pragma once
 #include "kernels/cpu/linear_store.h"
 #include "kernels/packed_weights.h"
@@ -8,62 +9,101 @@
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
+#if defined(__AVX2__)
+/// A word of each of 16 rows, with AVX2 of 8.
+using PackedBits = std::uint16_t __attribute__((vector_size(kRegisterBytes)));
+[[gnu::always_inline]] inline PackedBits every(int x) { return PackedBits{} + static_cast<std::uint16_t>(x); }
+[[gnu::always_inline]] inline PackedBits load_bits(const void* at) {
+  PackedBits x;
+  __builtin_memcpy(&x, at, sizeof(x));
+  return x;
+}
+[[gnu::always_inline]] inline void store_bits(void* at, PackedBits x) { __builtin_memcpy(at, &x, sizeof(x)); }
+
+/// The bytes of every 16 bits in turn: what is sign and mantissa there is where the other word has its exponent.
+[[gnu::always_inline]] inline PackedBits turned_bytes(PackedBits x) {
+  const __m128i order = _mm_setr_epi8(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
 #if defined(__AVX512BW__)
+  return __builtin_bit_cast(PackedBits, _mm512_shuffle_epi8((__m512i)x, _mm512_broadcast_i32x4(order)));
+#else
+  return __builtin_bit_cast(PackedBits, _mm256_shuffle_epi8((__m256i)x, _mm256_broadcastsi128_si256(order)));
+#endif
+}
+
 struct PackedBlock {
   static constexpr std::int64_t kBytes = 192, kTerms = 4;
-  __m512i words[4];
+  static constexpr int kRows = sizeof(PackedBits) / 4, kParts = kLanes / kRows;
+  PackedBits words[4][kParts];
 
-  static __m512i exponents() { return _mm512_set1_epi16(0x7f80); }
-  static __m512i sign_and_mantissa() { return _mm512_set1_epi16(static_cast<short>(0x807f)); }
-  /// The bytes of every 16 bits in turn: what is sign and mantissa there is where the other word has its exponent.
-  static __m512i turned_bytes(__m512i x) {
-    return _mm512_shuffle_epi8(
-        x, _mm512_broadcast_i32x4(_mm_setr_epi8(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)));
-  }
+  static PackedBits exponents() { return every(0x7f80); }
+  static PackedBits sign_and_mantissa() { return every(0x807f); }
 
   PackedBlock() = default;
-  [[gnu::always_inline]] PackedBlock(const std::byte* at, __m512i lowest) {
-    const __m512i codes = _mm512_loadu_si512(at), first = _mm512_loadu_si512(at + 64),
-                  second = _mm512_loadu_si512(at + 128);
-    words[0] = weights(first, _mm512_slli_epi16(codes, 7), lowest);
-    words[1] = weights(turned_bytes(first), _mm512_slli_epi16(codes, 3), lowest);
-    words[2] = weights(second, _mm512_srli_epi16(codes, 1), lowest);
-    words[3] = weights(turned_bytes(second), _mm512_srli_epi16(codes, 5), lowest);
+  [[gnu::always_inline]] PackedBlock(const std::byte* at, PackedBits lowest) {
+#pragma GCC unroll 2
+    for (int i = 0; i < kParts; ++i, at += sizeof(PackedBits)) {
+      const PackedBits codes = load_bits(at), first = load_bits(at + 64), second = load_bits(at + 128);
+      words[0][i] = weights(first, codes << 7, lowest);
+      words[1][i] = weights(turned_bytes(first), codes << 3, lowest);
+      words[2][i] = weights(second, codes >> 1, lowest);
+      words[3][i] = weights(turned_bytes(second), codes >> 5, lowest);
+    }
   }
 
   /// Writes it to `at`; of a strip whose exponents lie above `lowest`. Returns which of its words hold a weight that
   /// does not fit.
-  [[gnu::always_inline]] std::uint64_t pack(__m512i lowest, std::byte* at) const {
-    __m512i codes[4], rest[4];
+  [[gnu::always_inline]] std::uint64_t pack(PackedBits lowest, std::byte* at) const {
     std::uint64_t misfits = 0;
-    for (int i = 0; i < 4; ++i) {
-      const __m512i exponent = _mm512_and_si512(words[i], exponents());
-      codes[i] = _mm512_subs_epu16(exponent, lowest);
-      rest[i] = _mm512_and_si512(words[i], sign_and_mantissa());
-      const __m512i misfit =
-          _mm512_movm_epi16(_mm512_test_epi16_mask(exponent, exponent) & _mm512_testn_epi16_mask(codes[i], codes[i]));
-      misfits |= static_cast<std::uint64_t>(_mm512_test_epi32_mask(misfit, misfit)) << (16 * i);
+    for (int part = 0; part < kParts; ++part, at += sizeof(PackedBits)) {
+      PackedBits codes[4], rest[4];
+      for (int i = 0; i < 4; ++i) {
+        const PackedBits exponent = words[i][part] & exponents();
+        codes[i] = exponent > lowest ? exponent - lowest : PackedBits{};
+        rest[i] = words[i][part] & sign_and_mantissa();
+        misfits |= any_of_pairs((exponent != 0) & (codes[i] == 0)) << (kLanes * i + kRows * part);
+      }
+      store_bits(at, codes[0] >> 7 | codes[1] >> 3 | codes[2] << 1 | codes[3] << 5);
+      store_bits(at + 64, rest[0] | turned_bytes(rest[1]));
+      store_bits(at + 128, rest[2] | turned_bytes(rest[3]));
     }
-    const __m512i high = _mm512_or_si512(_mm512_slli_epi16(codes[2], 1), _mm512_slli_epi16(codes[3], 5));
-    _mm512_storeu_si512(
-        at, _mm512_ternarylogic_epi32(_mm512_srli_epi16(codes[0], 7), _mm512_srli_epi16(codes[1], 3), high, 0xfe));
-    _mm512_storeu_si512(at + 64, _mm512_or_si512(rest[0], turned_bytes(rest[1])));
-    _mm512_storeu_si512(at + 128, _mm512_or_si512(rest[2], turned_bytes(rest[3])));
     return misfits;
+  }
+
+  /// All words as numbers: of 16 rows each.
+  void to_memory(std::uint32_t (&to)[64]) const {
+    for (int i = 0; i < 4; ++i)
+      for (int part = 0; part < kParts; ++part) store_bits(to + kLanes * i + kRows * part, words[i][part]);
+  }
+  void from_memory(const std::uint32_t (&from)[64]) {
+    for (int i = 0; i < 4; ++i)
+      for (int part = 0; part < kParts; ++part) words[i][part] = load_bits(from + kLanes * i + kRows * part);
   }
 
  private:
   /// codes: four bits where a bfloat16 has its exponent's lowest; zero stays zero.
-  [[gnu::always_inline]] static __m512i weights(__m512i rest, __m512i codes, __m512i lowest) {
-    const __m512i code = _mm512_and_si512(codes, _mm512_set1_epi16(0x0780));
-    const __m512i exponent = _mm512_mask_add_epi16(code, _mm512_test_epi16_mask(code, code), code, lowest);
-    return _mm512_ternarylogic_epi32(rest, sign_and_mantissa(), exponent, 0xea);  // rest & mask | exponent
+  [[gnu::always_inline]] static PackedBits weights(PackedBits rest, PackedBits codes, PackedBits lowest) {
+    const PackedBits code = codes & every(0x0780);
+#if defined(__AVX512BW__)
+    const auto bits = (__m512i)code;
+    const __m512i exponent = _mm512_mask_add_epi16(bits, _mm512_test_epi16_mask(bits, bits), bits, (__m512i)lowest);
+    return __builtin_bit_cast(PackedBits,
+                              _mm512_ternarylogic_epi32((__m512i)rest, (__m512i)sign_and_mantissa(), exponent, 0xea));
+#else
+    return (rest & sign_and_mantissa()) | (code + ((code != 0) & lowest));
+#endif
+  }
+  /// A bit for each pair of lanes: whether one of the two is not zero.
+  [[gnu::always_inline]] static std::uint64_t any_of_pairs(PackedBits lanes) {
+    std::uint64_t any = 0;
+    for (int row = 0; row < kRows; ++row)
+      any |= static_cast<std::uint64_t>((lanes[2 * row] | lanes[2 * row + 1]) != 0) << row;
+    return any;
   }
 };
 
-NRL_VEC ShortVec<float> lanes_of(__m512i bits) {
+NRL_VEC ShortVec<float> lanes_of(PackedBits bits) {
   ShortVec<float> v;
-  v.part[0] = _mm512_castsi512_ps(bits);
+  v.part[0] = __builtin_bit_cast(Register<float>, bits);
   return v;
 }
 
@@ -73,7 +113,7 @@ class PackedBlocks {
   PackedBlocks(const PackedMatrix& packed, std::int64_t strip)
       : at_(packed.strips + strip * packed_strip_bytes(packed.K)),
         patch_(packed.patches + strip * packed_patches(packed.K)),
-        lowest_(_mm512_set1_epi16(static_cast<short>(patch_++->pair))) {}
+        lowest_(every(static_cast<int>(patch_++->pair))) {}
 
   /// The next block that has patches: it is not next() but next_patched().
   std::int64_t patched() const { return patch_->block; }
@@ -88,9 +128,9 @@ class PackedBlocks {
     alignas(64) std::uint32_t words[64];
     const std::int64_t number = patch_->block;
     PackedBlock block(at_, lowest_);
-    for (int i = 0; i < 4; ++i) _mm512_store_si512(words + 16 * i, block.words[i]);
+    block.to_memory(words);
     for (; patch_->block == number; ++patch_) words[patch_->place] = patch_->pair;
-    for (int i = 0; i < 4; ++i) block.words[i] = _mm512_load_si512(words + 16 * i);
+    block.from_memory(words);
     at_ += PackedBlock::kBytes;
     return block;
   }
@@ -98,7 +138,7 @@ class PackedBlocks {
  private:
   const std::byte* at_;
   const PackedPatch* patch_;
-  __m512i lowest_;
+  PackedBits lowest_;
 };
 
 /// Rows of packed x, as linear_pack leaves them: few lie one after another, more side by side.
@@ -111,7 +151,7 @@ struct StripRows {
       : at(static_cast<const X::Word*>(p.packed)), row_step(kSideBySide ? 1 : packed_row_words<bfloat16>(p.K)) {}
   void next_word() { at += kSideBySide ? X::V::kLanes : 1; }
   /// sum + a column of weights times the words at hand of row r.
-  [[gnu::always_inline]] X::V add(__m512i column, int r, X::V sum) const {
+  [[gnu::always_inline]] X::V add(PackedBits column, int r, X::V sum) const {
     const auto* word = at + r * row_step;
     if constexpr (kSideBySide && X::kPerColumn > 1) {
       const X::Word pair[] = {word[0], word[X::V::kLanes]};
@@ -131,16 +171,19 @@ template <int kRows, int kFirst, int kHalves>
   PackedBlocks from(packed, strip);
   const std::int64_t blocks = p.K / PackedBlock::kTerms;
   StripRows<(kRows > kLinearFewRows)> x(p);
-  X::V sums[kRows][kHalves];
+  constexpr int kParts = PackedBlock::kParts;
+  X::V sums[kRows][kHalves][kParts];
   for (auto& row : sums)
-    for (auto& half : row) half = X::V{};
+    for (auto& half : row)
+      for (auto& part : half) part = X::V{};
   const auto multiply = [&](const PackedBlock& block) __attribute__((always_inline)) {
 #pragma GCC unroll 2
     for (int word = 0; word < 2; ++word) {
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r)
         for (int half = 0; half < kHalves; ++half)
-          sums[r][half] = x.add(block.words[2 * word + kFirst + half], r, sums[r][half]);
+          for (int part = 0; part < kParts; ++part)
+            sums[r][half][part] = x.add(block.words[2 * word + kFirst + half][part], r, sums[r][half][part]);
       for (int i = 0; i < X::kPerColumn; ++i) x.next_word();
     }
   };
@@ -150,18 +193,23 @@ template <int kRows, int kFirst, int kHalves>
     multiply(from.next_patched());
   }
   for (int r = 0; r < kRows; ++r)
-    for (int half = 0; half < kHalves; ++half) store(out + r * width + kLanes * (kFirst + half), sums[r][half]);
+    for (int half = 0; half < kHalves; ++half)
+      for (int part = 0; part < kParts; ++part)
+        store(out + r * width + kLanes * (kFirst + half) + PackedBlock::kRows * part, sums[r][half][part]);
 }
 
+#if defined(__AVX512BW__)
 /// The strip's next terms, from block `first` to `last`, as float32: out[term][32].
 [[gnu::noinline]] inline void unpack_terms(PackedBlocks& from, std::int64_t first, std::int64_t last, float* out) {
+  using Pairs = Register<std::uint32_t>;
   for (std::int64_t b = first; b < last; ++b) {
     const PackedBlock block = b == from.patched() ? from.next_patched() : from.next();
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       float* const even = out + i / 2 * 2 * kPackedStrip + i % 2 * kLanes;
-      store(even, lanes_of(_mm512_slli_epi32(block.words[i], 16)));
-      store(even + kPackedStrip, lanes_of(_mm512_and_si512(block.words[i], _mm512_set1_epi32(-0x10000))));
+      store(even, lanes_of(__builtin_bit_cast(PackedBits, __builtin_bit_cast(Pairs, block.words[i][0]) << 16)));
+      store(even + kPackedStrip,
+            lanes_of(__builtin_bit_cast(PackedBits, __builtin_bit_cast(Pairs, block.words[i][0]) & 0xffff0000u)));
     }
     out += PackedBlock::kTerms * kPackedStrip;
   }
@@ -249,6 +297,27 @@ struct PackedChains {
     }
   }
 };
+
+#else
+/// The sums of up to kMost rows of x by Terms<bfloat16>; those of some rows fit for half a strip only.
+struct PackedChains {
+  static constexpr SumOrder kOrder = Terms<bfloat16>::kOrder;
+  static constexpr int kMost = static_cast<int>(kPackedMostRowsShort), kKinds = kMost;
+  static_assert(kMost <= kLinearFewRows);
+  static constexpr int kind_of(int rows) { return rows; }
+  static constexpr int rows_of(int kind) { return kind; }
+  template <int kRows>
+  static void strip(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t number, std::int64_t width,
+                    float* out) {
+    if constexpr (kRows <= 2) {
+      packed_strip<kRows, 0, 2>(p, packed, number, width, out);
+    } else {
+      packed_strip<kRows, 0, 1>(p, packed, number, width, out);
+      packed_strip<kRows, 1, 1>(p, packed, number, width, out);
+    }
+  }
+};
+#endif
 
 /// For every tile of kStrips strips, its rows' sums to store_of(tile)(row, sums).
 template <class Chains, int kStrips, class StoreOf>

@@ -6,7 +6,7 @@
 //   few       1 to 8              rows of w, turned in registers; x as rows of words
 //   panels    9 and more          rows of x, packed as panels; w is read where it lies, on AVX2 widened strip by strip
 //   wide      hundreds            both packed, sums by register_tile (AVX-512)
-//   packed    1 to 12 or 64       w from its copy of 12 bits a weight, where the engine has made one (AVX-512)
+//   packed    1 to 3, 12 or 64    w from its copy of 12 bits a weight, where the engine has made one (AVX2, AVX-512)
 //
 // Where tiles multiply bfloat16 (kernels/tiles/), they take all rows: up to 127 with rows of w as the first operand
 // (tile_products.h), from 128 on with rows of x (wide_tiles.h). Both are SumOrder::tiles, by the one instruction. Up to

@@ -29,9 +29,9 @@ class DenormalsAreZero {
 constexpr int kStepBlocks = static_cast<int>(kTileTerms / PackedBlock::kTerms);
 
 /// Words of 16 rows of weights as numbers: their even and their odd terms.
-NRL_VEC __m512 even_terms(__m512i words) { return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16)); }
-NRL_VEC __m512 odd_terms(__m512i words) {
-  return _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+NRL_VEC __m512 even_terms(PackedBits words) { return _mm512_castsi512_ps(_mm512_slli_epi32((__m512i)words, 16)); }
+NRL_VEC __m512 odd_terms(PackedBits words) {
+  return _mm512_castsi512_ps(_mm512_and_si512((__m512i)words, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
 /// out[r][width] = sums of a strip's rows with kRows rows of x, which lie side by side as floats.
@@ -48,7 +48,8 @@ template <int kRows>
     for (int word = 0; word < 2; ++word, x += 2 * kRows)
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
-        const __m512 first = even_terms(block.words[2 * word + half]), second = odd_terms(block.words[2 * word + half]);
+        const __m512 first = even_terms(block.words[2 * word + half][0]),
+                     second = odd_terms(block.words[2 * word + half][0]);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           even[r][half] = _mm512_fmadd_ps(first, _mm512_set1_ps(x[r]), even[r][half]);

@@ -166,8 +166,8 @@ class GenerationConfig(Section):
     """Number of prompt tokens that are prefilled in one forward pass. A smaller number needs less memory."""
     packed_weights: Literal["off", "on", "auto"] = "auto"
     """Use a compressed copy of bfloat16 weights (12 bits per weight, same results) in decode steps with few sequences:
-    up to 12; up to 64 on CPUs without bfloat16 instructions; up to 4 with AMX. It needs a CPU with AVX-512, and 1.5
-    bytes per parameter. on: always. auto: make the copy after 16 such steps with the same weights. off: never."""
+    up to 12; up to 64 on CPUs with AVX-512 but without bfloat16 instructions; up to 4 with AMX; up to 3 with AVX2
+    alone. It needs 1.5 bytes per parameter. on: always. auto: make the copy after 16 such steps with the same weights. off: never."""
     vllm_cfg: VllmConfig = section(VllmConfig)
     colocated: ColocatedConfig = section(ColocatedConfig)
     refit_cfg: RefitConfig = section(RefitConfig)

@@ -221,13 +221,13 @@ namespace {
 struct PackedCopy {
   Room strips, patches;
   PackedMatrix matrix;
-  PackedCopy(const std::vector<bfloat16>& w, std::int64_t N, std::int64_t K, bool gated)
+  PackedCopy(PackedWeightsPack* pack, const std::vector<bfloat16>& w, std::int64_t N, std::int64_t K, bool gated)
       : strips(N / kPackedStrip * packed_strip_bytes(K) + kPackedAheadBytes + 192),
         patches(N / kPackedStrip * packed_patches(K) * static_cast<std::int64_t>(sizeof(PackedPatch))),
         matrix{static_cast<std::byte*>(strips.get()), static_cast<PackedPatch*>(patches.get()), K} {
     for (std::int64_t s = 0; s < N / kPackedStrip; ++s) {
       const std::int64_t row = gated ? s / 2 * kPackedStrip + s % 2 * (N / 2) : s * kPackedStrip;
-      EXPECT_TRUE(avx512::packed_weights_pack(w.data() + row * K, K, matrix, s));
+      EXPECT_TRUE(pack(w.data() + row * K, K, matrix, s));
     }
   }
 };
@@ -242,6 +242,47 @@ std::vector<bfloat16> weights_with_patches(std::int64_t count, unsigned seed) {
 
 }  // namespace
 
+TEST(PackedWeights, ProductsOfVectorsWithPackedWeightsAreBitIdenticalToProductsWithTheWeights) {
+  struct Kernels {
+    const char* name;
+    PackedWeightsPack* pack;
+    PackedWeightsRows* most_rows;
+    PackedWeightsRowsPack* pack_rows;
+    PackedWeightsForward<float>* packed;
+    LinearPack<bfloat16>* linear_pack;
+    LinearForward<bfloat16, float>* linear;
+  };
+  std::vector<Kernels> all;
+#define NRL_PACKED_KERNELS(variant)                                                                          \
+  variant::packed_weights_rows, variant::packed_weights_pack_rows, variant::packed_weights_forward_bf16_f32, \
+      variant::linear_pack_bf16, variant::linear_forward_bf16_f32
+  if (has_software_tiles())  // which need the same
+    all.push_back({"AVX2", avx2::packed_weights_pack, NRL_PACKED_KERNELS(avx2)});
+  if (has_software_tiles_avx512()) {
+    all.push_back({"AVX-512", avx512::packed_weights_pack, NRL_PACKED_KERNELS(avx512)});
+    if (__builtin_cpu_supports("avx512bf16"))
+      all.push_back({"bfloat16", avx512::packed_weights_pack, NRL_PACKED_KERNELS(avx512_bf16)});
+  }
+  for (const auto& with : all) {
+    ASSERT_GT(with.most_rows(), 0) << with.name;
+    for (std::int64_t M = 1; M <= with.most_rows(); ++M)
+      for (const std::int64_t K : {8, 72, 576}) {
+        constexpr std::int64_t N = 96;
+        const auto x = drawn(M * K, Values::spread, 15), w = weights_with_patches(N * K, 16);
+        const PackedCopy copy(with.pack, w, N, K, false);
+        Room rows(linear_packed_bytes(M, K, 2)), room(linear_strip_floats_bf16(M, K, kLinearTileN) * 4);
+        const LinearInput<bfloat16> input{x.data(), K, M, K, rows.get(), static_cast<float*>(room.get())};
+        std::vector<float> y(static_cast<std::size_t>(M * N), NAN), expected = y;
+        with.pack_rows(input);
+        with.packed({input, nullptr, 0, nullptr, y.data(), N, N, false}, copy.matrix, 0, N / kPackedStrip);
+        with.linear_pack(input, 0, 1);
+        with.linear({input, w.data(), K, nullptr, expected.data(), N, N, false}, 0, LinearTiles(M, N, K).count(),
+                    false);
+        EXPECT_EQ(std::memcmp(y.data(), expected.data(), y.size() * 4), 0) << with.name << " " << M << " " << K;
+      }
+  }
+}
+
 TEST(TileProducts, ProductWithWeightsPackedIn12BitsIsBitIdenticalToAScalarReference) {
   for (const auto& with : kernels_of_this_machine())
     for (std::int64_t M = 1; M <= with.packed_rows(); ++M)
@@ -249,7 +290,7 @@ TEST(TileProducts, ProductWithWeightsPackedIn12BitsIsBitIdenticalToAScalarRefere
         for (const Values values : {Values::normal, Values::spread, Values::any_bits}) {
           constexpr std::int64_t N = 64;
           const auto x = drawn(M * K, values, 13), w = weights_with_patches(N * K, 14);
-          const PackedCopy copy(w, N, K, false);
+          const PackedCopy copy(avx512::packed_weights_pack, w, N, K, false);
           Room rows(linear_packed_bytes(M, K, 2));
           const LinearInput<bfloat16> input{x.data(), K, M, K, rows.get()};
           with.packed_pack_rows(input);
@@ -266,7 +307,7 @@ TEST(TileProducts, SwigluWithWeightsPackedIn12BitsIsBitIdenticalToSwigluWithBflo
   for (const auto& with : kernels_of_this_machine())
     for (std::int64_t M = 1; M <= with.packed_rows(); ++M) {
       const auto x = drawn(M * K, Values::normal, 16);
-      const PackedCopy copy(w, 2 * I, K, true);
+      const PackedCopy copy(avx512::packed_weights_pack, w, 2 * I, K, true);
       Room rows(linear_packed_bytes(M, K, 2)), room(with.strip_floats(M, K, kSwigluTileN) * 4);
       LinearInput<bfloat16> input{x.data(), K, M, K, rows.get(), static_cast<float*>(room.get())};
       std::vector<bfloat16> packed(static_cast<std::size_t>(M * I)), act(packed.size());

@@ -157,7 +157,7 @@ def test_decode_steps_are_bit_identical_for_any_number_of_threads(texts, dtype, 
 
 
 PACKS = pytest.mark.skipif(
-    C.PackedWeights.most_rows() == 0, reason="weights are packed on processors with AVX-512 only"
+    C.PackedWeights.most_rows() == 0, reason="weights are packed on processors with AVX2 or AVX-512 only"
 )
 
 

@@ -6,7 +6,7 @@ from nemo_rl_cpp._native import C
 from threads import on_threads
 
 ROWS = C.PackedWeights.most_rows()
-PACKS = pytest.mark.skipif(ROWS == 0, reason="weights are packed on processors with AVX-512 only")
+PACKS = pytest.mark.skipif(ROWS == 0, reason="weights are packed on processors with AVX2 or AVX-512 only")
 
 
 def normal(*shape, seed=0, scale=1.0):
@@ -94,7 +94,7 @@ def test_matrix_products_with_packed_weights_return_zeros_and_subnormals_exactly
     w = special(kind)
     packed, one = pack(w), torch.eye(64).bfloat16()
     assert packed.holds(w) == fits
-    for k, rows in [(k, n) for n in (4, 12, 16, 64) if n <= ROWS for k in range(0, 64, n)]:
+    for k, rows in [(k, n) for n in (1, 2, 4, 12, 16, 64) if n <= ROWS for k in range(0, 64, n)]:
         x = one[k : k + rows]
         got, expected = forward(x, w, dtype=torch.float32, packed=packed), forward(x, w, dtype=torch.float32)
         assert torch.equal(got, expected)

@@ -251,11 +251,12 @@ TEST(PackedWeights, ProductsOfVectorsWithPackedWeightsAreBitIdenticalToProductsW
     PackedWeightsForward<float>* packed;
     LinearPack<bfloat16>* linear_pack;
     LinearForward<bfloat16, float>* linear;
+    LinearStripFloats* strip_floats;
   };
   std::vector<Kernels> all;
 #define NRL_PACKED_KERNELS(variant)                                                                          \
   variant::packed_weights_rows, variant::packed_weights_pack_rows, variant::packed_weights_forward_bf16_f32, \
-      variant::linear_pack_bf16, variant::linear_forward_bf16_f32
+      variant::linear_pack_bf16, variant::linear_forward_bf16_f32, variant::linear_strip_floats_bf16
   if (has_software_tiles())  // which need the same
     all.push_back({"AVX2", avx2::packed_weights_pack, NRL_PACKED_KERNELS(avx2)});
   if (has_software_tiles_avx512()) {
@@ -270,8 +271,10 @@ TEST(PackedWeights, ProductsOfVectorsWithPackedWeightsAreBitIdenticalToProductsW
         constexpr std::int64_t N = 96;
         const auto x = drawn(M * K, Values::spread, 15), w = weights_with_patches(N * K, 16);
         const PackedCopy copy(with.pack, w, N, K, false);
-        Room rows(linear_packed_bytes(M, K, 2)), room(linear_strip_floats_bf16(M, K, kLinearTileN) * 4);
-        const LinearInput<bfloat16> input{x.data(), K, M, K, rows.get(), static_cast<float*>(room.get())};
+        const std::int64_t floats = with.strip_floats(M, K, kLinearTileN);
+        Room rows(linear_packed_bytes(M, K, 2)), room(floats * 4);
+        const LinearInput<bfloat16> input{x.data(), K,          M,
+                                          K,        rows.get(), floats > 0 ? static_cast<float*>(room.get()) : nullptr};
         std::vector<float> y(static_cast<std::size_t>(M * N), NAN), expected = y;
         with.pack_rows(input);
         with.packed({input, nullptr, 0, nullptr, y.data(), N, N, false}, copy.matrix, 0, N / kPackedStrip);

@@ -98,7 +98,8 @@ def completion_logprobs(bytes_of: BytesOf, spelled: Spelled, at: int = 0) -> tup
 
     The entries of `tokens`, joined, are the response's text, so a token that adds no text (a special token, a part of a
     character) has "". As in OpenAI's API, `top_logprobs` always includes the sampled token; its key is its entry in
-    `tokens`. If another token has the same text, its key is its id, as in vLLM: `token_id:5`."""
+    `tokens`. If another token has the same text, its key is its id, as in vLLM: `token_id:5`. The first token of an
+    echoed prompt, which nothing predicts, has None instead of a log-probability."""
     sample, texts = spelled
     offsets = []
     for text in texts:
@@ -107,7 +108,7 @@ def completion_logprobs(bytes_of: BytesOf, spelled: Spelled, at: int = 0) -> tup
     above = None
     if any(sample.likeliest):
         rows = zip(sample.token_ids, texts, sample.logprobs, sample.likeliest, strict=True)
-        above = [_by_text(bytes_of, *row) for row in rows]
+        above = [None if row[2] is None else _by_text(bytes_of, *row) for row in rows]
     body = {"tokens": texts, "token_logprobs": list(sample.logprobs), "top_logprobs": above, "text_offset": offsets}
     return body, at
 
@@ -231,40 +232,58 @@ class CompletionAnswer(TextAnswer):
     """A response of /v1/completions."""
 
     kind = chunk_kind = "text_completion"
-    _of_prompts: Sequence[list[Json | None]] = ()
+    _scored: Sequence[tuple[list[float], list[Likeliest]]] = ()  # of each prompt, see `PromptScorer`
 
     def __init__(self, model: ServedModel, body: CompletionBody, rollout: Rollout | None, request_id: str) -> None:
         if body.best_of not in (None, body.n or 1):
             raise RequestError("best_of is not n: answers are not ranked here", param="best_of")
         prompt = body.prompt
-        several = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
-        prompts = [prompt_ids(model.tokenizer, one) if isinstance(one, str) else list(one) for one in several]
+        self._given = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
+        prompts = [prompt_ids(model.tokenizer, one) if isinstance(one, str) else list(one) for one in self._given]
         super().__init__(model, body, prompts, rollout, f"cmpl-{request_id}")
         self._logprobs = body.logprobs is not None
-        if body.prompt_logprobs is not None:
-            if body.stream or model.prompt_logprobs is None:
-                why = "is not given with stream" if body.stream else "is not given by a policy in training"
-                raise RequestError(f"prompt_logprobs {why}", param="prompt_logprobs")
-            self._of_prompts = [self._of_prompt(ids) for ids in prompts]
+        if body.prompt_logprobs is not None and body.stream:
+            raise RequestError("prompt_logprobs is not given with stream", param="prompt_logprobs")
+        asks = "prompt_logprobs" if body.prompt_logprobs is not None else "echo with logprobs"
+        if body.prompt_logprobs is not None or (body.echo and self._logprobs):
+            if model.score_prompt is None:
+                raise RequestError(f"{asks} is not given by a policy in training", param=asks.split()[0])
+            count = min(body.num_likeliest, model.vocab_size) if body.echo else 0
+            self._scored = [model.score_prompt(ids, count) for ids in prompts]
         self._offsets: dict[int, int] = {}  # the number of characters sent so far, by choice
 
-    def _of_prompt(self, ids: list[int]) -> list[Json | None]:
+    def _of_prompt(self, number: int) -> list[Json | None]:
         """Return vLLM's `prompt_logprobs` of a prompt at temperature 1: an entry for each token, None for the first."""
-        scored = self.served.prompt_logprobs(ids)
+        ids, scored = self.prompts[number], self._scored[number][0]
         spelled = [_spelling(self.served.bytes_of_token, token) for token in ids]
         entries = zip(ids[1:], scored[1:], spelled[1:], strict=True)
         return [None, *({str(token): {"logprob": p, "decoded_token": text}} for token, p, text in entries)]
 
+    def _echoed(self, number: int) -> Spelled:
+        """Return the tokens of a prompt with their texts, and if they are asked for with their log-probabilities. A BOS
+        token that is not in the text of the request has no text."""
+        ids, given, tokenizer = self.prompts[number], self._given[number], self.served.tokenizer
+        bos = getattr(tokenizer, "bos_token", None)
+        added = isinstance(given, str) and ids[0] == tokenizer.bos_token_id and not given.startswith(bos) if bos else 0
+        texts = [""] * added + TextStream(tokenizer, skip_special=False).push(ids[added:], last=True)
+        scored, likeliest = self._scored[number] if self._scored else ([], [])
+        return Spelled(Sample([*ids], [None, *scored[1:]], 0, [*likeliest]), texts)
+
     def _part(self, k: int, spelled: Spelled) -> Json:
-        begins, at, logprobs = k not in self._offsets, self._offsets.setdefault(k, 0), None
+        number, begins, at, logprobs = k // self.samples, k not in self._offsets, self._offsets.setdefault(k, 0), None
+        shown = spelled
+        if self.body.echo and begins:
+            shown = self._echoed(number)
+            shown.sample.extend(spelled.sample)
+            shown.texts.extend(spelled.texts)
         if self._logprobs:
-            logprobs, self._offsets[k] = completion_logprobs(self.served.bytes_of_token, spelled, at)
+            logprobs, self._offsets[k] = completion_logprobs(self.served.bytes_of_token, shown, at)
         reason = spelled.sample.finish_reason
-        choice: Json = {"index": k, "text": spelled.text, "logprobs": logprobs, "finish_reason": reason}
+        choice: Json = {"index": k, "text": shown.text, "logprobs": logprobs, "finish_reason": reason}
         if self.body.return_token_ids and begins:
-            choice["prompt_token_ids"] = self.prompts[k // self.samples]
-        if self._of_prompts:
-            choice["prompt_logprobs"] = self._of_prompts[k // self.samples]
+            choice["prompt_token_ids"] = self.prompts[number]
+        if self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._of_prompt(number)
         return choice | self._ids(spelled.sample)
 
     def _complete(self, k: int, sample: Sample) -> Json:

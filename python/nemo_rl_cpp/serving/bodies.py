@@ -99,6 +99,7 @@ class CompletionBody(TextBody):
     )
     logprobs: Likeliest | None = None
     prompt_logprobs: Literal[0] | None = None  # 0: log-probabilities of the prompt's own tokens only
+    echo: bool = False  # the text and its log-probabilities begin with the prompt's
     best_of: Whole | None = None
 
     @property
@@ -192,7 +193,7 @@ def read_body(kind: type[Body], data: object) -> Body:
     """Return `data` as a validated body of the class `kind`. Raise RequestError for the first invalid field."""
     if not isinstance(data, dict):
         raise RequestError(f"the body is a JSON {type(data).__name__}: expected an object")
-    data = _without_neutral(data, _IGNORED, kept={"prompt_logprobs"} if kind is CompletionBody else set())
+    data = _without_neutral(data, _IGNORED, kept={"prompt_logprobs", "echo"} if kind is CompletionBody else set())
     if kind is GenerateBody and isinstance(data.get("sampling_params"), dict):
         data["sampling_params"] = _without_neutral(data["sampling_params"], _IGNORED_PARAMS)
     try:

@@ -285,6 +285,20 @@ class EngineThread:
 def score_sequence(trainer: C.Trainer, ids: list[int], out: Tensor) -> Tensor:
     """Write the log-probability of each token of a sequence, except the first, to `out` [tokens], and return `out`."""
     if len(ids) > 1:
-        batch = RaggedBatch(torch.tensor([0, len(ids)]), {"input_ids": torch.tensor(ids)}, {})
-        trainer.forward(RowBatch(batch, wanted_tokens(batch)), [0], 1.0, True, False, False, out)
+        trainer.forward(_one_row(ids), [0], 1.0, True, False, False, out)
     return out
+
+
+def likeliest_of_sequence(trainer: C.Trainer, ids: list[int], count: int) -> list[Likeliest]:
+    """Return the `count` most likely tokens at each position of a sequence, except at the first."""
+    found = torch.zeros((len(ids), count), dtype=torch.int64)
+    logprobs = torch.zeros(found.shape, dtype=trainer.out_dtype)
+    if len(ids) > 1 and count:
+        trainer.likeliest(_one_row(ids), [0], 1.0, True, found, logprobs)
+    rows = zip(found[1:].tolist(), logprobs[1:].tolist())
+    return [(), *(tuple(zip(*row)) for row in rows)]
+
+
+def _one_row(ids: list[int]) -> RowBatch:
+    batch = RaggedBatch(torch.tensor([0, len(ids)]), {"input_ids": torch.tensor(ids)}, {})
+    return RowBatch(batch, wanted_tokens(batch))

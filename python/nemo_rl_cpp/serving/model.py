@@ -22,11 +22,15 @@ from nemo_rl_cpp.models.generation.native import native_runner
 from nemo_rl_cpp.models.hf_config import max_positions
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.serving.bodies import GenerateBody, RequestError, SamplingFields, TextBody
-from nemo_rl_cpp.serving.engine import EngineThread, Sampling, score_sequence
+from nemo_rl_cpp.serving.engine import EngineThread, Likeliest, Sampling, likeliest_of_sequence, score_sequence
 from nemo_rl_cpp.serving.rollouts import Rollout, Rollouts
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import TokenizerType
+
+PromptScorer = Callable[[list[int], int], tuple[list[float], list[Likeliest]]]
+"""A function from the token ids of a prompt and a number k to (log-probability of each token given those before it, at
+temperature 1, and 0 for the first token; the k most likely tokens at each position, none at the first)."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,7 @@ class ServedModel:
     default: Sampling = field(default_factory=Sampling)  # sampling parameters for requests without any
     limits: Limits = field(default_factory=Limits)
     digest: str = ""  # the digest of the weights; "" if unknown
-    # a function that returns the log-probability of each token of a prompt given the tokens before it, at temperature
-    # 1, and 0 for the first token; None if the server does not score prompts
-    prompt_logprobs: Callable[[list[int]], list[float]] | None = None
+    score_prompt: PromptScorer | None = None  # None if the server does not score prompts
 
     @cached_property
     def bytes_of_token(self) -> Callable[[int], bytes]:
@@ -190,18 +192,19 @@ def load_model(
     names, ends = dict.fromkeys(n for n in (served_name, name) if n), end_token_ids(folder, opened.config, tokenizer)
     return ServedModel(
         tuple(names), tokenizer, engine, int(opened.config["vocab_size"]), longest, tuple(ends), Rollouts(seed), limits=limits,
-        digest=f"{model.digest():016x}", prompt_logprobs=prompt_scorer(model, engine),
+        digest=f"{model.digest():016x}", score_prompt=prompt_scorer(model, engine),
     )  # fmt: skip
 
 
-def prompt_scorer(model: C.DecoderModel, engine: EngineThread) -> Callable[[list[int]], list[float]]:
-    """Return a function from the token ids of a prompt to their log-probabilities. It runs the training forward pass of
-    `model` while `engine` pauses between two steps."""
+def prompt_scorer(model: C.DecoderModel, engine: EngineThread) -> PromptScorer:
+    """Return a scorer of prompts. It runs the training forward pass of `model` while `engine` pauses between two
+    steps."""
     trainer = cache(lambda: C.Trainer(model))
 
-    def score(ids: list[int]) -> list[float]:
+    def score(ids: list[int], count: int) -> tuple[list[float], list[Likeliest]]:
         with engine.model_lock:
-            return score_sequence(trainer(), ids, torch.zeros(len(ids), dtype=trainer().out_dtype)).tolist()
+            scored = score_sequence(trainer(), ids, torch.zeros(len(ids), dtype=trainer().out_dtype)).tolist()
+            return scored, likeliest_of_sequence(trainer(), ids, count)
 
     return score
 

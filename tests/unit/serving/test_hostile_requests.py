@@ -43,7 +43,7 @@ COMPLETIONS = {
     "max_tokens": [0, -1, 1.5, "5", 10**400], "temperature": [-1, "hot", 1e9, [1]], "top_p": [0, 1.1, -1],
     "top_k": [-2, 1.5], "n": [0, 129, -1], "seed": [-1, 2**64, "x"], "stop": ["", [""], [1], ["x"] * 17, "x" * 2000],
     "stop_token_ids": [[-1], ["a"], [2**40]], "logprobs": [21, -1, True], "presence_penalty": [0.5],
-    "logit_bias": [{"5": 1}], "echo": [True], "best_of": [3], "suffix": ["x"], "model": ["other", 5],
+    "logit_bias": [{"5": 1}], "echo": [3], "best_of": [3], "suffix": ["x"], "model": ["other", 5],
     "stream": ["maybe"], "no_such_field": [1], "priority": [1], "detokenize": [False],
     "spaces_between_special_tokens": [False], "rollout_key": ["", "k" * 300],
 }  # fmt: skip

@@ -55,6 +55,26 @@ def test_served_top_logprobs_are_the_largest_logprobs_of_the_whole_vocabulary(ht
         before.append(token)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_echoed_prompt_has_its_tokens_logprobs_and_most_likely_tokens(http, folder, tokenizer, stream):
+    ask = {"prompt": [PROMPT], "max_tokens": 1, "temperature": 0, "echo": True, "n": 2}  # as lm-eval asks, but n
+    if stream:
+        lines = http.post("/v1/completions", json={**ask, "logprobs": 2, "stream": True}).text.splitlines()
+        choice = next(json.loads(line.removeprefix("data: "))["choices"][0] for line in lines if line)
+    else:
+        choice = post(http, "/v1/completions", logprobs=2, **ask)
+        assert post(http, "/v1/completions", **ask) == choice | {"logprobs": None}
+    told, ids = choice["logprobs"], list(tokenizer(PROMPT, add_special_tokens=False)["input_ids"])
+    assert "".join(told["tokens"]) == choice["text"] and choice["text"].startswith(PROMPT)
+    assert len(told["tokens"]) == len(ids) + 1 == len(told["text_offset"])
+    assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+    for i in range(1, len(ids)):
+        every = scores(folder, tokenizer, ids[:i], 1.0)
+        assert told["token_logprobs"][i] == every[ids[i]].item()
+        found = {*told["top_logprobs"][i].values()}
+        assert found == {*every.topk(2).values.tolist(), told["token_logprobs"][i]}
+
+
 def test_served_top_logprobs_contain_only_tokens_that_can_be_sampled(http):
     ask = {"prompt": PROMPT, "max_tokens": 6, "seed": 3, "ignore_eos": True}
     for choice in (

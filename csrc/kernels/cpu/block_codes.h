@@ -182,42 +182,45 @@ template <int kRows>
   }
 }
 
-/// sums[r][width], 16 of a row, = or += the block in a tile times kRows rows of packed x, which lie side by side,
-/// `step` of them. codes[32][16] are those of the block as floats: the first rows of x write them, which costs them no
-/// time, since ports that multiply are busy and others are not.
+/// sums[r][width], 16 of a row, = or += `count` blocks, whose tiles follow each other, times kRows rows of packed x,
+/// which lie side by side, `step` of them. codes[count][32][16] are those of the blocks as floats: the first rows of x
+/// write them, which costs them no time, since ports that multiply are busy and others are not.
 template <BlockFormat kFormat, int kRows, bool kFirst>
-[[gnu::noinline]] void add_code_block(const std::byte* tile, float* codes, const float* x, std::int64_t step,
-                                      bool goes_on, float* sums, std::int64_t width) {
+[[gnu::noinline]] void add_code_blocks(const std::byte* tile, std::int64_t count, float* codes, const float* x,
+                                       std::int64_t step, bool goes_on, float* sums, std::int64_t width) {
   using Of = BlockCodes<kFormat>;
-  __m256 chains[kRows][kCodeHalves];
+  for (; count > 0; --count, tile += block_tile_bytes(kFormat), goes_on = true) {
+    __m256 chains[kRows][kCodeHalves];
 #pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r)
-    for (auto& chain : chains[r]) chain = _mm256_broadcast_ss(x + r);
-  x += step;
-  if constexpr (kFirst) {
+    for (int r = 0; r < kRows; ++r)
+      for (auto& chain : chains[r]) chain = _mm256_broadcast_ss(x + r);
+    x += step;
+    if constexpr (kFirst) {
 #pragma GCC unroll 8
-    for (int run = 0; run < Of::kRuns; ++run) {
-      const __m256i lanes[] = {Of{tile, 0}.run(run), Of{tile, 1}.run(run)};
-      Of::for_places([&]<int kPlace>() __attribute__((always_inline)) {
-        const __m256 low = Of::template floats<kPlace>(lanes[0]), high = Of::template floats<kPlace>(lanes[1]);
-        const std::int64_t k = run * Of::kPlaces + kPlace;
-        _mm256_store_ps(codes + k * kBlockTileRows, low);
-        _mm256_store_ps(codes + k * kBlockTileRows + kCodeLanes, high);
-        add_term<kRows>(x + k * step, low, high, chains);
-      });
+      for (int run = 0; run < Of::kRuns; ++run) {
+        const __m256i lanes[] = {Of{tile, 0}.run(run), Of{tile, 1}.run(run)};
+        Of::for_places([&]<int kPlace>() __attribute__((always_inline)) {
+          const __m256 low = Of::template floats<kPlace>(lanes[0]), high = Of::template floats<kPlace>(lanes[1]);
+          _mm256_store_ps(codes, low);
+          _mm256_store_ps(codes + kCodeLanes, high);
+          add_term<kRows>(x, low, high, chains);
+          x += step;
+          codes += kBlockTileRows;
+        });
+      }
+    } else {
+#pragma GCC unroll 8
+      for (int k = 0; k < kBlockTerms; ++k, x += step, codes += kBlockTileRows)
+        add_term<kRows>(x, _mm256_load_ps(codes), _mm256_load_ps(codes + kCodeLanes), chains);
     }
-  } else {
-#pragma GCC unroll 8
-    for (int k = 0; k < kBlockTerms; ++k, x += step, codes += kBlockTileRows)
-      add_term<kRows>(x, _mm256_load_ps(codes), _mm256_load_ps(codes + kCodeLanes), chains);
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r)
+      for (int half = 0; half < kCodeHalves; ++half) {
+        float* const sum = sums + r * width + half * kCodeLanes;
+        const __m256 before = goes_on ? _mm256_loadu_ps(sum) : _mm256_setzero_ps();
+        _mm256_storeu_ps(sum, _mm256_fmadd_ps(chains[r][half], Of{tile, half}.scales(), before));
+      }
   }
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r)
-    for (int half = 0; half < kCodeHalves; ++half) {
-      float* const sum = sums + r * width + half * kCodeLanes;
-      const __m256 before = goes_on ? _mm256_loadu_ps(sum) : _mm256_setzero_ps();
-      _mm256_storeu_ps(sum, _mm256_fmadd_ps(chains[r][half], Of{tile, half}.scales(), before));
-    }
 }
 
 /// sums[r][width] = 16 rows of w times rows [m0, m0 + rows) of packed x, which lie side by side in panels: these share
@@ -225,13 +228,13 @@ template <BlockFormat kFormat, int kRows, bool kFirst>
 template <BlockFormat kFormat>
 [[gnu::noinline]] void multiply_panels(const LinearInput<bfloat16>& p, std::int64_t m0, std::int64_t rows,
                                        const std::byte* tiles, std::int64_t ahead, float* sums, std::int64_t width) {
-  constexpr std::int64_t kBlocks = 2, kPanel = kPanelRows<bfloat16>, kGroup = 6;
+  constexpr std::int64_t kBlocks = 4, kPanel = kPanelRows<bfloat16>, kGroup = 6;
   const std::int64_t blocks = p.K / kBlockTerms, words = code_words(p.K);
-  alignas(64) float codes[kBlocks][kBlockTerms * kBlockTileRows];
+  alignas(64) float codes[kBlocks * kBlockTerms * kBlockTileRows];
   for (std::int64_t b = 0; b < blocks; b += kBlocks) {
     const std::int64_t count = smaller(blocks - b, kBlocks);
-    const auto tile = [&](std::int64_t i) { return tiles + (b + i) * block_tile_bytes(kFormat); };
-    for (std::int64_t i = 0; i < count; ++i) ask_for<kFormat>(tile(i) + ahead);
+    const std::byte* const tile = tiles + b * block_tile_bytes(kFormat);
+    for (std::int64_t i = 0; i < count; ++i) ask_for<kFormat>(tile + i * block_tile_bytes(kFormat) + ahead);
     for (std::int64_t m = 0; m < rows; m += kPanel) {
       const std::int64_t here = smaller(rows - m, kPanel), step = (here + kCodeLanes - 1) / kCodeLanes * kCodeLanes;
       const float* const x = static_cast<const float*>(p.packed) + (m0 + m) * words + b * kCodeWords * step;
@@ -239,9 +242,8 @@ template <BlockFormat kFormat>
         const std::int64_t left = here - r, groups = (left + kGroup - 1) / kGroup;
         taken = here == kPanel ? 4 : (left + groups - 1) / groups;  // groups of one size, or nearly
         with_constant<kGroup>(static_cast<int>(taken), [&](auto n) {
-          const auto add = m + r == 0 ? add_code_block<kFormat, n(), true> : add_code_block<kFormat, n(), false>;
-          for (std::int64_t i = 0; i < count; ++i)
-            add(tile(i), codes[i], x + i * kCodeWords * step + r, step, b + i > 0, sums + (m + r) * width, width);
+          const auto add = m + r == 0 ? add_code_blocks<kFormat, n(), true> : add_code_blocks<kFormat, n(), false>;
+          add(tile, count, codes, x + r, step, b > 0, sums + (m + r) * width, width);
         });
       }
     }

@@ -35,8 +35,8 @@ def token_text(token: str | Mapping[str, Any] | None) -> str | None:
 def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
     """Return the settings of tokenizer_config.json. If they lack `added_tokens_decoder`, as in older folders,
     special_tokens_map.json takes precedence over them, and `added_tokens_decoder` is made from the tokens of
-    added_tokens.json whose ids are not in `own_ids`. If chat_template.jinja exists, its text is the setting
-    `chat_template`."""
+    added_tokens.json whose ids are not in `own_ids`. If there are template files, which transformers 5 writes, their
+    texts are the setting `chat_template`."""
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
         _take_special_tokens_map(settings, read_json(folder / "special_tokens_map.json"))
@@ -48,10 +48,19 @@ def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
         }
         if added:
             settings["added_tokens_decoder"] = added
-    template = folder / "chat_template.jinja"
-    if template.is_file():
-        settings["chat_template"] = template.read_text(encoding="utf-8")
+    found = {file: file.read_text(encoding="utf-8") for file in _template_files(folder)}
+    if named := [{"name": file.stem, "template": text} for file, text in found.items() if file.parent != folder]:
+        named += [{"name": "default", "template": text} for file, text in found.items() if file.parent == folder]
+        settings["chat_template"] = named
+    elif found:
+        settings["chat_template"] = next(iter(found.values()))
     return settings
+
+
+def _template_files(folder: Path) -> list[Path]:
+    """Return the files of the default chat template and of further templates, which have the names of their files."""
+    further = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return [file for file in (folder / "chat_template.jinja", *further) if file.is_file()]
 
 
 def write_settings(
@@ -64,8 +73,8 @@ def write_settings(
         special["additional_special_tokens"] = additional
     for name, data in (("tokenizer_config.json", settings), ("special_tokens_map.json", special)):
         (folder / name).write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    # A template file of an earlier save would take precedence over the new one.
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    for file in _template_files(folder):  # of an earlier save, which would take precedence over the new template
+        file.unlink()
 
 
 def _take_special_tokens_map(settings: dict[str, Any], special: Mapping[str, Any]) -> None:

@@ -35,8 +35,8 @@ _MODEL_FILES = [
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json",
 ]  # fmt: skip
 TOKENIZER_FILES = [
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt", "config.json",
-    "generation_config.json",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*", "vocab.*", "merges.txt",
+    "config.json", "generation_config.json",
 ]  # fmt: skip
 
 

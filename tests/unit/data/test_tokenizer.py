@@ -192,6 +192,11 @@ def test_named_chat_templates_and_special_tokens_stored_as_dictionaries_are_read
     assert tokenizer.apply_chat_template(message, tokenize=False) == "D"
     assert tokenizer.apply_chat_template(message, tools=[{}], tokenize=False) == "T"
     assert tokenizer.apply_chat_template(message, chat_template="tool_use", tokenize=False) == "T"
+    (tmp_path / "chat_template.jinja").write_text("E")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("R")
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    assert tokenizer.chat_template == {"default": "E", "rag": "R"}  # as in transformers, the files count
     tokenizer.save_pretrained(tmp_path)
     assert Tokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
 

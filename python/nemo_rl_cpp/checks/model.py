@@ -121,6 +121,7 @@ def _check_model(use: _Use) -> Iterator[Finding]:
         replace(folder, quantization=use.quantization).check_quantization(key, use.device)
     folder.check_slices(use.slices, use.slices_key)
     if use.trained is not None:
+        folder.check_trains(use.name)
         folder.check_mixers(use.trained, use.key.partition(".")[0], use.slices)
     folder.check_weights()
     for remark in folder.remarks:

@@ -73,9 +73,20 @@ def read_config_file(folder: str | Path) -> dict[str, Plain]:
         )
     if not path.is_file():
         if (inner := find_policy_weights(str(folder))) != str(folder):
+            base = Path(inner) / "adapter" / "base.json"
+            if base.is_file() and not any(Path(inner).glob("*.safetensors")):
+                raise ModelFolderError(adapter_alone(folder, read_json(base).get("model_name")))
             raise ModelFolderError(f"{folder} is a checkpoint of a run; did you mean {inner}?")
         raise ModelFolderError(f"{folder} is not a model folder: it has no config.json ({path} is missing)")
     return read_json(path)
+
+
+def adapter_alone(folder: str | Path, base: Plain) -> str:
+    """Return the error message for training on `folder`, a checkpoint of LoRA over the quantised model `base`."""
+    return (
+        f"{folder} is a checkpoint that holds an adapter and no weights: name its base {base}, or resume its run by "
+        "checkpointing.checkpoint_dir"
+    )
 
 
 def read_json(path: Path) -> dict[str, Plain]:

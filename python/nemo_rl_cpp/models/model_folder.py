@@ -55,6 +55,12 @@ class ModelFolder:
             )
             weight_files.fill_parameters(self.path, parameter_shapes(native), entries, lambda name, entry: None)
 
+    def check_trains(self, name: str) -> None:
+        """Raise ModelFolderError if the model, given as `name`, is an adapter of a quantised base model, which can
+        generate but not be trained further."""
+        if self.adapter is not None:
+            raise ModelFolderError(hf_config.adapter_alone(name, self.adapter.base))
+
     def check_quantization(self, key: str, device: str = "cpu") -> None:
         """Raise ModelFolderError if the rows of a matrix are not divisible into blocks of 32 weights, as the
         quantisation set by the configuration key `key` requires, or if the model has experts and `device` is a GPU,

@@ -106,11 +106,7 @@ class TrainedModel:
             config.model_name, config.hf_config_overrides, seed=seed, value_head=self.value_head, max_length=config.max_total_sequence_length,
             length_key=f"{self.section}.max_total_sequence_length", key=f"{self.section}.model_name",
         )  # fmt: skip
-        if (saved := folder.adapter) is not None:
-            raise ModelFolderError(
-                f"{self.section}.model_name is {config.model_name}, a checkpoint that holds an adapter and no weights: name its base {saved.base}, "
-                "or resume its run by checkpointing.checkpoint_dir"
-            )
+        folder.check_trains(config.model_name)
         folder = replace(folder, quantization=config.quantization)
         folder.check_quantization(f"{self.section}.quantization", str(self.device))
         folder.check_slices(self.ranks.tensor_size, config.tensor_parallel_key(self.section))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import struct
 import subprocess
 import sys
@@ -299,6 +300,20 @@ def test_error_for_a_run_folder_as_model_name_suggests_the_weights_folder_inside
         assert level == "error" and text.startswith("policy.model_name")
         assert text.endswith("did you mean run/step_2/policy/weights?")
     assert said(evaluation("run", "generation.vllm_cfg.max_model_len=16", "generation.max_new_tokens=16")) == []
+
+
+def test_error_for_the_checkpoint_of_a_quantised_run_as_model_name_names_the_base_model(model, tmp_path):
+    weights = tmp_path / "run/step_2/policy/weights"
+    shutil.copytree(model, weights)
+    (weights / "model.safetensors").unlink()
+    (weights / "adapter").mkdir()
+    saved = {"base.json": {"quantization": "q8_0", "model_name": "model", "seed": 0}, "adapter_config.json": {"r": 4, "lora_alpha": 4}}  # fmt: skip
+    for file, content in saved.items():
+        (weights / "adapter" / file).write_text(json.dumps(content))
+    (weights / "adapter/adapter_model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    for name in ("run", "run/step_2", str(weights)):
+        ((level, text),) = said(grpo(name))
+        assert level == "error" and "holds an adapter and no weights: name its base model, or resume its run by" in text
 
 
 def test_error_for_an_adapter_folder_as_model_name_suggests_the_merged_model(model):

@@ -183,11 +183,22 @@ def test_gguf_export_of_a_tokenizer_that_llama_cpp_does_not_support_is_an_error(
         export_gguf(folder, tmp_path / "model.gguf", "f32")
 
 
+def test_gguf_export_of_a_tokenizer_with_more_tokens_than_the_model_is_an_error(tmp_path):
+    folder = tokenizer_folder("gpt2", tmp_path)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.add_tokens([f"<{i}>" for i in range(9)])  # the model has embeddings for five more tokens
+    backend.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ModelFolderError, match="token '<8>' has the id 309, but the model has a vocabulary of 306"):
+        export_gguf(folder, tmp_path / "model.gguf", "f32")
+
+
 def test_export_command_prints_the_file_size_and_the_logprob_difference_to_the_model(tmp_path, monkeypatch, capsys):
     folder, _ = make("llama", tmp_path, monkeypatch)
     assert cli.main(["export", "--model", str(folder), "--gguf", "q8_0", "--out", str(tmp_path / "a" / "x.gguf")]) == 0
     said = capsys.readouterr().out
     assert "x.gguf: 0." in said and "read back over" in said and "nats a token" in said
-    with pytest.raises(SystemExit):
-        cli.main(["export", "--model", str(folder), "--gguf", "q8_0", "--out", str(tmp_path / "x.bin")])
-    assert "ends in .gguf" in capsys.readouterr().err
+    made = str(tmp_path / "a" / "x.gguf")
+    for model, out, reason in ((folder, str(tmp_path / "x.bin"), "ends in .gguf"), (made, made, "is the model itself")):
+        with pytest.raises(SystemExit):
+            cli.main(["export", "--model", str(model), "--gguf", "q8_0", "--out", out])
+        assert reason in capsys.readouterr().err

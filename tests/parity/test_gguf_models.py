@@ -56,6 +56,9 @@ def test_model_read_from_a_gguf_file_has_the_configuration_and_weights_of_the_ex
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokenizer_read_from_a_gguf_file_encodes_and_decodes_like_the_exported_tokenizer(name, tmp_path):
     folder = tokenizer_folder(name, tmp_path)
+    if name == "qwen":
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
     export_gguf(folder, tmp_path / "model.gguf", "f16")
     expected, found = (Tokenizer.from_pretrained(path) for path in (folder, resolve_model(tmp_path / "model.gguf")))
     for text in TEXTS:
@@ -206,10 +209,12 @@ def test_corrupt_and_unsupported_gguf_files_are_errors_and_leave_no_converted_fo
     config = load_grpo_config("grpo_tiny.yaml", [f"policy.model_name={file}", f"policy.tokenizer.name={file}"])
     [problem] = check(config)
     assert problem.level == "error" and "is not a whole GGUF file" in problem.message
-    writer = gguf.GGUFWriter(file, "mamba")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(SourceError, match="of the architecture 'mamba', which is not read; llama, qwen2"):
-        resolve_model(file)
+    for parts, said in ((1, "of the architecture 'mamba', which is not read; llama, qwen2"), (3, "one of 3 parts")):
+        writer = gguf.GGUFWriter(file, "mamba")
+        writer.add_uint16("split.count", parts)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        with pytest.raises(SourceError, match=said):
+            resolve_model(file)
     assert not list((tmp_path / "cache/models").iterdir())

@@ -25,6 +25,8 @@ def main(arguments: Sequence[str]) -> int:
     known = parser.parse_args(arguments)
     if known.out.suffix != ".gguf":
         parser.error(f"--out {known.out}: the name of a GGUF file ends in .gguf")
+    if known.out.resolve() == Path(known.model).resolve():
+        parser.error(f"--out {known.out} is the model itself: give another name")
     folder = resolve_model(find_policy_weights(known.model), key="--model")
     from nemo_rl_cpp.models.gguf_export import compare_with_folder, export_gguf  # loads torch
 

@@ -88,6 +88,10 @@ def _short(value: float) -> float:
 
 def model_config(reader: GGUFReader) -> dict[str, Plain]:
     """Return the model's config.json. Raise UnsupportedGgufError for an architecture that cannot be converted."""
+    if (parts := _value(reader, "split.count", 1)) > 1:
+        raise UnsupportedGgufError(
+            f"the GGUF file is one of {parts} parts of a model: join them with llama.cpp's `llama-gguf-split --merge`"
+        )
     architecture = str(_value(reader, "general.architecture"))
     if architecture not in _KINDS:
         read = ", ".join(_KINDS)
@@ -310,7 +314,10 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
         **texts,
         "additional_special_tokens": control,
     }
-    template = _value(reader, "tokenizer.chat_template")
+    template, names = _value(reader, "tokenizer.chat_template"), _value(reader, "tokenizer.chat_templates", ())
+    if names:
+        texts_of = {"default": template} | {name: _value(reader, f"tokenizer.chat_template.{name}") for name in names}
+        template = [{"name": name, "template": text} for name, text in texts_of.items() if text is not None]
     settings |= {} if template is None else {"chat_template": template}
     backend.save(str(folder / "tokenizer.json"))
     special = {role: text for role, text in texts.items() if text is not None} | {"additional_special_tokens": control}

@@ -300,6 +300,12 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, vocab_size: int, end
     if model["type"] != "BPE":
         raise ModelFolderError(f"the tokenizer is of type {model['type']}; as GGUF only BPE is written")
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    text, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if last >= vocab_size:
+        raise ModelFolderError(
+            f"the tokenizer's token {text!r} has the id {last}, but the model has a vocabulary of {vocab_size}, beyond which a "
+            "GGUF file names no token: remove it from tokenizer.json and tokenizer_config.json"
+        )
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
     kinds = [int(gguf.TokenType.UNUSED)] * vocab_size
     for text, i in model["vocab"].items():
@@ -364,6 +370,6 @@ def _add_special_tokens(writer: GGUFWriter, tokenizer: Tokenizer, ends: Sequence
     writer.add_add_eos_token(tokenizer.eos_token_id is not None and encoded[-1] == tokenizer.eos_token_id)
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
-        template = template.get("default")
+        template = [{"name": name, "template": text} for name, text in template.items()]
     if template is not None:
         writer.add_chat_template(template)

@@ -179,7 +179,13 @@ IN_FLOAT32 = ("gemma2", "phi3", "qwen2_moe", "qwen3_5_text", "gpt_oss", "nemotro
 def test_generation_and_training_logprobs_are_equal_for_every_architecture(architecture, precision, tmp_path):
     made = {"model_type": architecture.partition(" ")[0]} | ARCHITECTURES[architecture]
     if not architecture.startswith("nemotron_h"):
-        gated = ("qwen3_5", "qwen3_next", "deepseek", "glm4_moe_lite")  # these have no other activation than SiLU
+        gated = (
+            "qwen3_5",
+            "qwen3_next",
+            "deepseek",
+            "glm4_moe_lite",
+            "granitemoe",
+        )  # these have no other activation than SiLU
         made |= {"sliding_window": 9, "hidden_act": "silu" if architecture.startswith(gated) else "gelu_pytorch_tanh"}
     made = {key: "null" if value is None else value for key, value in made.items()}
     run = tiny.train(tmp_path, *tiny.SMALL, *tiny.shaped(made), f"policy.precision={precision}", "grpo.max_num_steps=3")

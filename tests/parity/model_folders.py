@@ -38,6 +38,10 @@ def make_bases(root: Path) -> dict[str, Path]:
         "window": hf.MistralConfig(**SMALL, head_dim=16, sliding_window=8), "olmo3": hf.Olmo3Config(**{**SMALL, "hidden_size": 64}, sliding_window=8),
         "smollm3": hf.SmolLM3Config(**{**SMALL, "hidden_size": 64}, no_rope_layer_interval=2), "phi3": hf.Phi3Config(**{**SMALL, "hidden_size": 64}),
         "granite": hf.GraniteConfig(**{**SMALL, "hidden_size": 64}, residual_multiplier=0.3, attention_multiplier=0.2, logits_scaling=4.0),
+        "granite_4": hf.GraniteMoeHybridConfig(
+            **{**SMALL, "hidden_size": 64}, shared_intermediate_size=48, num_local_experts=0, mamba_n_heads=4, mamba_d_state=16,
+            layer_types=["linear_attention", "full_attention"], residual_multiplier=0.3, logits_scaling=4.0,
+        ),
         "gemma2": hf.Gemma2Config(**SMALL, head_dim=16, sliding_window=8, final_logit_softcapping=3.0),
         "gemma3": hf.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
         "qwen3_5": hf.Qwen3_5TextConfig(
@@ -237,10 +241,20 @@ def _with_images(folder):
     return folder.tensors(lambda weights: {f"language_model.{name}": tensor for name, tensor in weights.items()} | norm)
 
 
+def _attention_everywhere(weights):
+    """Give the first layer of a Granite 4 the attention of the second in place of Mamba-2."""
+    own = {
+        name.replace("layers.1.", "layers.0."): tensor.clone()
+        for name, tensor in weights.items()
+        if "self_attn" in name
+    }
+    return {name: tensor for name, tensor in weights.items() if ".mamba." not in name} | own
+
+
 WHOLE = {
     "gemma3 with images": of("gemma3", _with_images),
     "llama": of("llama"), "qwen2": of("qwen2"), "qwen3": of("qwen3"), "tied": of("tied"), "mistral": of("mistral"), "olmo2": of("olmo2"), "gelu": of("gelu"),
-    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "nemotron_h", "nemotron_h_moe", "glm4_moe", "deepseek_v3", "moonlight", "glm4_moe_lite")},
+    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "granite_4", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "nemotron_h", "nemotron_h_moe", "glm4_moe", "deepseek_v3", "moonlight", "glm4_moe_lite")},
     "glm4_moe with a layer that predicts more tokens": of("glm4_moe", lambda f: f.tensors(lambda w: w | {"model.layers.2.eh_proj.weight": torch.ones(32, 64)})),
     "deepseek_v3 as released folders have it": of("deepseek_v3", lambda f: f.config(["head_dim", "qk_head_dim"]).format_4({"type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0} | without(YARN, "rope_type"), num_nextn_predict_layers=1, topk_method="noaux_tc")),
     "glm4_moe_lite as released folders have it": of("glm4_moe_lite", lambda f: f.config(["mlp_layer_types", "qk_head_dim"], first_k_dense_replace=1, num_nextn_predict_layers=1, partial_rotary_factor=1.0)),
@@ -248,6 +262,8 @@ WHOLE = {
     "nemotron_h as released folders have it": of("nemotron_h", lambda f: f.config(["layers_block_type"], hybrid_override_pattern="M-*M", num_hidden_layers=4)),
     "nemotron_h with experts as released folders have it": of("nemotron_h_moe", lambda f: f.config(["layers_block_type"], hybrid_override_pattern="ME*M", num_hidden_layers=4, mtp_hybrid_override_pattern="*E", rope_theta=10000, partial_rotary_factor=1.0).tensors(lambda w: w | {"mtp.layers.0.norm.weight": torch.ones(32)})),
     "nemotron_h, other names of layers": of("nemotron_h", lambda f: f.config(layers_block_type=["mamba", "mlp", "attention", "mamba"], time_step_limit=[0.0, float("inf")])),
+    "granite_4 as released folders have it": of("granite_4", lambda f: f.config(["time_step_limit", "layers_block_type"], layer_types=["mamba", "attention"], num_experts_per_tok=0, position_embedding_type="nope", normalization_function="rmsnorm")),
+    "granite_4, Mamba's sizes without a layer": of("granite_4", lambda f: f.config(layer_types=["attention", "attention"], mamba_n_heads=16, mamba_d_head=8).tensors(_attention_everywhere)),
     "mistral, windows in some layers": of("window", lambda f: f.config(layer_types=["full_attention", "sliding_attention"])),
     "ministral": of("window", lambda f: f.config(model_type="ministral", layer_types=["full_attention", "sliding_attention"])),
     "text model within one of images": of("qwen3_5", lambda f: within_images(f)),
@@ -371,6 +387,11 @@ FAULTY = {
     "latent experts of no columns": ("nemotron_h_moe", lambda f: f.config(moe_latent_size=0), f"{CONFIG}: moe_latent_size is 0, but a whole number above 0"),
     "nemotron_h without attention": ("nemotron_h", lambda f: f.config(layers_block_type=["mamba", "mlp"]), f"{CONFIG}: hybrid_override_pattern is M-, but layers with Mamba"),
     "unknown layers in nemotron_h": ("nemotron_h", lambda f: f.config(["layers_block_type"], hybrid_override_pattern="M-*X"), f"{CONFIG}: layers_block_type or hybrid_override_pattern is 'M-"),
+    "experts in granite_4": ("granite_4", lambda f: f.config(num_local_experts=8), f"{CONFIG}: num_local_experts is 8, which is not supported: 0 was expected"),
+    "granite_4 without attention": ("granite_4", lambda f: f.config(layer_types=["mamba", "mamba"]), rf"{CONFIG}: layer_types is \['mamba', 'mamba'\], but at least one layer with attention"),
+    "unknown layers in granite_4": ("granite_4", lambda f: f.config(layer_types=["mamba", "mlp"]), rf"{CONFIG}: layer_types is \['mamba', 'mlp'\], but a list of num_hidden_layers 2 entries"),
+    "Mamba heads that do not fit the hidden size": ("granite_4", lambda f: f.config(mamba_d_head=48), f"{CONFIG}: mamba_d_head is 48, but mamba_expand"),
+    "half a gate in granite_4": ("granite_4", lambda f: f.tensors(lambda w: w | {"model.layers.0.shared_mlp.input_linear.weight": torch.ones(95, 64)}), "missing: .*layers.0.mlp.gate_proj.weight"),
     "Mamba heads of 24": ("nemotron_h", lambda f: f.config(mamba_head_dim=24), f"{CONFIG}: ssm_state_size 16 and mamba_head_dim 24 are not supported"),
     "time step limits in reverse": ("nemotron_h", lambda f: f.config(time_step_limit=[1.0, 0.5]), rf"{CONFIG}: time_step_limit is \[1.0, 0.5\]"),
     "gated MLP in nemotron_h": ("nemotron_h", lambda f: f.config(mlp_hidden_act="silu"), f"{CONFIG}: mlp_hidden_act 'silu' is not supported"),

@@ -54,6 +54,10 @@ def configurations() -> dict:
         q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, rope_parameters=yarn | dict(mscale=0.7, mscale_all_dim=1.3),
     )  # fmt: skip
     nano = dict(moe_intermediate_size=24, moe_shared_expert_intermediate_size=40)
+    granite_4 = dict(
+        shared_intermediate_size=80, num_local_experts=0, mamba_n_heads=8, mamba_d_state=16, tie_word_embeddings=True, mamba_chunk_size=16,
+        initializer_range=0.1,
+    )  # fmt: skip
     granite = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.15, logits_scaling=8.0)
     return {
         "llama": hf.LlamaConfig(**BASE, head_dim=16),
@@ -146,6 +150,16 @@ def configurations() -> dict:
             **nemotron_h | dict(mamba_head_dim=48, n_groups=1, conv_kernel=2, ssm_state_size=32, time_step_min=0.4),
             time_step_limit=(0.4, float("inf")), layers_block_type=layers("-*MM"),
         ),
+        "granite_4": hf.GraniteMoeHybridConfig(
+            **phi3, **granite, **granite_4, layer_types=["linear_attention", "full_attention", "linear_attention"],
+        ),
+        "granite_4_of_attention": hf.GraniteMoeHybridConfig(
+            **phi3, **granite, **granite_4, layer_types=["full_attention"] * 3, position_embedding_type="rope", attention_bias=True,
+        ),
+        "granite_4_other_layers": hf.GraniteMoeHybridConfig(
+            **phi3, **granite, **granite_4 | dict(tie_word_embeddings=False, mamba_n_groups=2, mamba_d_conv=2, mamba_n_heads=2, shared_intermediate_size=96),
+            layer_types=["linear_attention", "linear_attention", "full_attention"], position_embedding_type="rope",
+        ),
         "nemotron_h_experts": hf.NemotronHConfig(
             **nemotron_h, **nano, layers_block_type=layers("MEM*E-"), n_routed_experts=6, num_experts_per_tok=3, routed_scaling_factor=2.5,
         ),
@@ -200,6 +214,15 @@ def by_checkpoint_names(tensors: dict, model_type: str) -> dict:
         if ".in_proj_qkvz." in name or ".in_proj_ba." in name:
             found |= of_key_heads(name, tensor)
             continue
+        if ".shared_mlp.input_linear." in name:
+            found |= dict(
+                zip(
+                    (name.replace("shared_mlp.input_linear", f"mlp.{part}_proj") for part in ("gate", "up")),
+                    tensor.chunk(2),
+                )
+            )
+            continue
+        name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
         if model_type == "nemotron_h":
             name = our_name(name.replace("model.", "backbone.", 1))
         if model_type == "mixtral":
@@ -252,15 +275,23 @@ class Float64Torch:
 
 
 def recur_in_float64(monkeypatch) -> None:
-    """Make transformers compute the recurrences, norms and routers of Qwen3.5, Qwen3-Next and Nemotron-H in float64.
+    """Make transformers compute the recurrences, norms and routers of Qwen3.5, Qwen3-Next, Nemotron-H and Granite 4 in
+    float64.
 
     It computes them in float32 whatever the model's dtype, and a recurrence accumulates the rounding errors."""
+    from transformers.models.granitemoehybrid import modeling_granitemoehybrid
     from transformers.models.nemotron_h import modeling_nemotron_h
     from transformers.models.qwen3_5 import modeling_qwen3_5
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
     from transformers.models.qwen3_next import modeling_qwen3_next
 
-    for module in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next, modeling_nemotron_h):
+    for module in (
+        modeling_qwen3_5,
+        modeling_qwen3_5_moe,
+        modeling_qwen3_next,
+        modeling_nemotron_h,
+        modeling_granitemoehybrid,
+    ):
         monkeypatch.setattr(module, "torch", Float64Torch())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
@@ -277,6 +308,8 @@ def compute_in_float64(model, monkeypatch) -> None:
         if module.startswith("transformers.models."):
             monkeypatch.setattr(sys.modules[module], "torch", Float64Torch())
     config, rotary = model.config, model.model.rotary_emb
+    if rotary is None:
+        return
     assert rotary.rope_type == "default" and rotary.attention_scaling == 1.0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rotated = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))

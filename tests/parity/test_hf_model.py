@@ -53,7 +53,7 @@ def test_logits_of_every_architecture_match_transformers(name, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_every_architecture_match_transformers(name, tmp_path, monkeypatch):
     hf = build(name, tmp_path, torch.float64)
-    if name.startswith(("qwen3_5", "qwen3_next", "nemotron_h")):
+    if name.startswith(("qwen3_5", "qwen3_next", "nemotron_h", "granite_4")):
         compute_in_float64(hf, monkeypatch)
     # gradients of sinks, of keys' biases and of query norms cancel, so that the float32 of transformers' norms (and routers) would show
     if name.startswith(("gpt_oss", "glm4_moe", "deepseek_v3", "gemma3")):
@@ -128,12 +128,12 @@ def test_gradient_of_the_moe_load_balancing_loss_matches_transformers(name, tmp_
 
 @pytest.mark.parametrize(
     "name, freezes",
-    [*((name, False) for name in ("llama_tied", "gemma3", "deepseek_v3", "qwen3_5_moe", "gpt_oss", "nemotron_h")),
+    [*((name, False) for name in ("llama_tied", "gemma3", "deepseek_v3", "qwen3_5_moe", "gpt_oss", "nemotron_h", "granite_4")),
      *((name, True) for name in ("qwen3_moe", "gpt_oss", "deepseek_v3"))],
 )  # fmt: skip
 def test_weights_after_ten_adamw_steps_match_torch_adamw(name, freezes, tmp_path, monkeypatch):
     # a recurrence accumulates the rounding errors of float32, and torch's differ between processors
-    recurs = name.startswith(("qwen3_5", "qwen3_next", "nemotron_h"))
+    recurs = name.startswith(("qwen3_5", "qwen3_next", "nemotron_h", "granite_4"))
     dtype = torch.float64 if recurs else torch.float32
     if recurs:
         recur_in_float64(monkeypatch)
@@ -175,7 +175,7 @@ def test_weights_after_ten_adamw_steps_match_torch_adamw(name, freezes, tmp_path
         "deepseek_v3", "deepseek_v3_queries_without_latent", "glm4_moe_lite", "glm4_moe_lite_layers", "qwen3_5",
         "qwen3_5_tied_other_layers", "qwen3_5_moe", "qwen3_5_moe_tied_other_layers", "qwen3_next",
         "qwen3_next_tied_other_layers", "gpt_oss", "nemotron_h", "nemotron_h_other_layers", "nemotron_h_experts",
-        "nemotron_h_latent_experts", "nemotron_h_groups_of_experts",
+        "nemotron_h_latent_experts", "nemotron_h_groups_of_experts", "granite_4", "granite_4_of_attention", "granite_4_other_layers",
     ],
 )  # fmt: skip
 def test_saved_checkpoint_gives_the_same_logits_in_transformers(name, tmp_path):

@@ -8,6 +8,7 @@ from models import build, compute_in_float64, configurations
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.lora import LoraConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.models.granite_hybrid import checkpoint_name
 from nemo_rl_cpp.models.hf_config import read_config
 from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import read_model_folder
@@ -27,6 +28,7 @@ TARGETS = {
     "some": named("q_proj", "v_proj", "in_proj_z", "in_proj_a", "*.layers.1.*.up_proj", "down_proj"),
     "experts": named("*proj*", "*.experts"),
     "for PEFT": named("in_proj", "q_proj", "up_proj", "*.layers.1.*.down_proj", "*.experts"),
+    "gate and up": named("gate_up_proj", "*.layers.1.*.down_proj", "*.layers.0.mamba.*_proj", "k_proj"),
     "late": named("*.layers.2.*k*_proj", "*.layers.2.*.in_proj_b", "*.layers.1.mlp.gate*_proj"),
 }
 
@@ -61,6 +63,7 @@ def factors(model, flat) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 DENSE = ["all", "some", "late"]
 DEFAULT_ROPE = ["mixtral", "qwen3_moe_dense_layer", "qwen2_moe", "glm4_moe", "qwen3_5_moe", "qwen3_next"]
 MAMBA = ["nemotron_h", "nemotron_h_experts", "nemotron_h_latent_experts"]
+GRANITE_4 = [("granite_4", "all"), ("granite_4_other_layers", "gate and up")]
 MIXTURES = [*DEFAULT_ROPE, "deepseek_v3", "gpt_oss"]
 
 
@@ -72,7 +75,8 @@ MIXTURES = [*DEFAULT_ROPE, "deepseek_v3", "gpt_oss"]
         for name in ("llama_tied", "llama_biases", "qwen2", "qwen3", "olmo2_gelu", "phi3", "granite", "qwen3_5")
         for targets in (DENSE if name in ("llama_biases", "qwen3_5") else DENSE[:1])
     ]
-    + [(name, targets) for name in (*DEFAULT_ROPE, *MAMBA) for targets in ("all", "experts")],
+    + [(name, targets) for name in (*DEFAULT_ROPE, *MAMBA) for targets in ("all", "experts")]
+    + GRANITE_4,
 )
 def test_lora_gradients_match_autograd(name, targets, merge, tmp_path, monkeypatch):
     hf = build(name, tmp_path, torch.float64)
@@ -112,7 +116,8 @@ def megatrons(folder, **keys) -> Lora:
 def of_single_matrices(lora, leaves):
     """Return {transformers' module: (A, B)}. A joined adapter gives each of its modules the common A and the module's
     rows of B."""
-    found = {module if lora.layers.mlps is None else module_name(module): pair for module, pair in leaves.items()}
+    name_of = checkpoint_name if lora.layers.fused_mlps else str if lora.layers.mlps is None else module_name
+    found = {name_of(module): pair for module, pair in leaves.items()}
     for module, parts in lora.joined.items():
         a, b = found.pop(module)
         found |= {part: (a, rows) for (part, _), rows in zip(parts, b.split([rows for _, rows in parts]))}
@@ -216,7 +221,7 @@ def saved(tmp_path, name, of=lora_of, **keys):
     [(name, targets) for name in ("qwen2", "qwen3_5") for targets in DENSE]
     + [(name, targets) for name in MIXTURES for targets in ("all", "experts")]
     + [(name, targets) for name in MAMBA for targets in ("all", "for PEFT")]
-    + [("qwen3_next", "some")],
+    + [("qwen3_next", "some"), *GRANITE_4],
 )
 def test_saved_lora_adapter_in_peft_gives_the_logits_of_the_merged_model(targets, name, tmp_path):
     peft = pytest.importorskip("peft")

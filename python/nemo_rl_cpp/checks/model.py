@@ -182,7 +182,7 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
     layers = LayerKinds.of(sizes, model.lora.joins)
     adapted = adapted_modules(model.lora, layers)
     if any(module.endswith(MAMBA_OUTPUT) for module in adapted):
-        text = "names out_proj of Mamba-2: PEFT cannot load the saved adapter; use the merged model, or leave it out"
+        text = "names out_proj of Nemotron-H: PEFT cannot load the saved adapter; use the merged model, or leave it out"
         yield Finding("warning", f"{key}.target_modules", text)
     if not adapted:
         name, _, why = nothing_adapted(model.lora, model.model_name, layers).partition(" ")

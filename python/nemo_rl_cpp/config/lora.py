@@ -45,7 +45,7 @@ MEGATRON = {
 }
 """The matrices that Megatron's LoRA adapts -> their names in Megatron."""
 MAMBA_OUTPUT = ".mixer.out_proj"
-"""The end of the name of Mamba-2's output projection."""
+"""The end of the name of Mamba-2's output projection in Nemotron-H, which PEFT refuses to adapt."""
 FROZEN = ("lm_head", "model.embed_tokens", "score")
 """Matrices outside the layers. They never get adapters."""
 
@@ -61,11 +61,11 @@ class Adapters(Section):
     dtensor_cfg.enabled is true. See docs/lora.md."""
     target_modules: list[str] = []
     """With match_all_linear false: matrices that get an adapter. q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
-    down_proj (qkv_proj and gate_up_proj in Phi 3; q_a_proj, q_b_proj, kv_a_proj_with_mqa and kv_b_proj in latent
+    down_proj (qkv_proj and gate_up_proj in Phi 3, gate_up_proj in Granite 4; q_a_proj, q_b_proj, kv_a_proj_with_mqa and kv_b_proj in latent
     attention; in_proj_qkv, in_proj_z, in_proj_b, in_proj_a and out_proj in recurrent layers, in_proj and out_proj in
     Mamba-2; shared_expert_gate in Qwen2-MoE), or names with wildcards such as `*.layers.0.*.q_proj`. In a layer with
     experts gate_proj, up_proj and down_proj are those of the shared expert, and experts are all experts. []: all except
-    exclude_modules, experts, and out_proj of Mamba-2."""
+    exclude_modules, experts, and out_proj of Nemotron-H."""
     exclude_modules: list[str] = []
     """With match_all_linear false and no target_modules: matrices without adapters, named as in target_modules."""
     dim: Positive = key(8, "Rank of the adapters.")
@@ -82,7 +82,7 @@ class LoraConfig(Adapters):
     base model are frozen."""
 
     match_all_linear: bool = True
-    """Give every matrix of every layer an adapter, except those of experts and out_proj of Mamba-2. The LM head and the
+    """Give every matrix of every layer an adapter, except those of experts and out_proj of Nemotron-H. The LM head and the
     embedding stay frozen in any case."""
     lora_A_init: Literal["xavier", "kaiming", "uniform"] = "xavier"
     """Distribution of the initial A: xavier (normal), or kaiming or uniform (both uniform). B starts at 0."""
@@ -100,7 +100,7 @@ class PeftConfig(Adapters):
     target_modules: list[str] = []
     """Matrices that get an adapter: linear_qkv, linear_proj, linear_fc1, linear_fc2, in Mamba-2 in_proj and out_proj,
     or names with wildcards such as `*.layers.0.*.linear_qkv`. []: all except exclude_modules, experts, and out_proj of
-    Mamba-2."""
+    Nemotron-H."""
     exclude_modules: list[str] = key([], "Instead of target_modules: matrices that get no adapter.")
     lora_A_init_method: Literal["xavier", "kaiming"] = key("xavier", "As lora_A_init of dtensor_cfg.lora_cfg.")
 
@@ -127,7 +127,9 @@ class LayerKinds:
     Attributes:
         count: the number of layers.
         fused: whether the layers have fused matrices (qkv_proj, gate_up_proj) as in Phi 3, or joint adapters for them.
+        fused_mlps: whether only the MLPs have a fused matrix (gate_up_proj), as in Granite 4.
         recurrent: the indices of the recurrent layers.
+        mamba: whether the recurrent layers have Mamba-2 instead of a gated delta net.
         latent: whether keys and values are computed from a shared low-dimensional vector (multi-head latent attention).
         latent_queries: whether queries are also computed from a low-dimensional vector.
         experts: the indices of the layers with experts. They have no MLP, but may have a shared expert.
@@ -143,6 +145,8 @@ class LayerKinds:
     experts: Collection[int] = ()
     shared: str = ""
     mlps: tuple[int, ...] | None = None
+    fused_mlps: bool = False
+    mamba: bool = False
 
     @classmethod
     def of(cls, sizes: ModelSizes, joined: bool = False) -> Self:
@@ -152,11 +156,14 @@ class LayerKinds:
         shared = "shared_experts" if sizes.has_router_biases else "shared_expert"
         mlps = sizes.expert_layers, shared if sizes.shared_expert_size else "", sizes.mlp_layers or None
         fused = sizes.fused_tensors or joined
-        return cls(sizes.num_hidden_layers, fused, sizes.recurrent_layers, *latent, *mlps)
+        own = sizes.native.get("fused_mlps", False), "step_limits" in sizes.native.get("recurrent", {})
+        return cls(sizes.num_hidden_layers, fused, sizes.recurrent_layers, *latent, *mlps, *own)
 
     def matrices(self, layer: int) -> Iterator[str]:
         """Yield the names (keys of MATRICES) of a layer's matrices that may have an adapter, in parameter order."""
         missing = {name for parts in FUSED.values() for name in parts} if self.fused else set(FUSED)
+        if self.fused_mlps:
+            missing = (missing - {"gate_up_proj"}) | {"gate_proj", "up_proj"}
         missing |= {"k_proj", "v_proj"} if self.latent else {"kv_a_proj_with_mqa", "kv_b_proj"}
         missing |= {"q_proj"} if self.latent_queries else {"q_a_proj", "q_b_proj"}
         has_experts = layer in self.experts
@@ -164,10 +171,9 @@ class LayerKinds:
         is_gated = has_experts and self.shared == "shared_expert" and not self.fused
         missing |= set() if is_gated else {"shared_expert_gate"}
         missing |= set(_OF_AN_MLP) if has_experts and not self.shared else set()
-        if self.mlps is None:
-            missing.add("in_proj")
-        else:
-            missing = (missing - {"up_proj"}) | {"gate_proj", "gate_up_proj", *OF_A_DELTA_NET}
+        missing |= set(OF_A_DELTA_NET) if self.mamba else {"in_proj"}
+        if self.mlps is not None:
+            missing = (missing - {"up_proj"}) | {"gate_proj", "gate_up_proj"}
         mixer = "linear_attn" if layer in self.recurrent else "self_attn"
         blocks = (mixer, "mlp") if self.mlps is None else ("mlp" if layer in self.mlps else mixer,)
         yield from (name for name, block in MATRICES.items() if block in blocks and name not in missing)
@@ -176,6 +182,7 @@ class LayerKinds:
         """Return the full module name of the matrix `name` (a key of MATRICES) in a layer."""
         shared = f"{self.shared}." if layer in self.experts and name in _OF_AN_MLP else ""
         block = MATRICES[name] if self.mlps is None else "mixer"
+        block = "mamba" if self.mamba and block == "linear_attn" else block
         return f"model.layers.{layer}.{block}.{shared}{name}"
 
     def modules(self) -> Iterator[str]:
@@ -190,7 +197,7 @@ class LayerKinds:
 
 def adapted_modules(lora: Adapters, layers: LayerKinds) -> list[str]:
     """Return the names of the modules that get adapters. Unless target_modules names them, experts get none, as in NeMo
-    RL, and neither does `out_proj` of Mamba-2, for which PEFT raises an error."""
+    RL, and neither does `out_proj` of Nemotron-H, for which PEFT raises an error."""
     modules = list(layers.modules())
     everything, wanted, unwanted = lora.match_all_linear, lora.target_modules, lora.exclude_modules
     if wanted and not everything:
@@ -218,12 +225,13 @@ def nothing_adapted(lora: Adapters, model_name: str, layers: LayerKinds) -> str:
 
 
 _MANY = 200  # more layers than any model has, to check patterns that name a layer
-_JOINED, _JOINED_MAMBA = LayerKinds(_MANY, fused=True), LayerKinds(_MANY, fused=True, recurrent=range(_MANY), mlps=())
+_JOINED = LayerKinds(_MANY, fused=True)
+_JOINED_MAMBA = LayerKinds(_MANY, fused=True, recurrent=range(_MANY), mlps=(), mamba=True)
 _ANY_MODEL = (
     LayerKinds(_MANY), _JOINED, LayerKinds(_MANY, recurrent=range(_MANY)),
     LayerKinds(_MANY, latent=True), LayerKinds(_MANY, latent=True, latent_queries=True),
     *(LayerKinds(_MANY, experts=range(_MANY), shared=name) for name in ("shared_expert", "shared_experts")),
-    *(LayerKinds(_MANY, recurrent=range(_MANY), mlps=()), LayerKinds(_MANY, experts=range(_MANY), shared="shared_experts", mlps=tuple(range(_MANY)))),
+    *(LayerKinds(_MANY, recurrent=range(_MANY), mlps=mlps, mamba=True) for mlps in ((), None)), LayerKinds(_MANY, experts=range(_MANY), shared="shared_experts", mlps=tuple(range(_MANY))),
 )  # fmt: skip
 _ASKING = ("dim", "alpha", "target_modules", "exclude_modules", "use_rslora")  # the user then wants LoRA
 

@@ -145,7 +145,8 @@ class Architecture(NamedTuple):
         sinks: each attention head has a learned sink.
         rope_section: default for rope_parameters if config.json has none.
         reads_mxfp4: the experts' matrices may be quantised to MXFP4, and are read into bfloat16.
-        recurrent: keys of the sizes of RECURRENT layers: RECURRENT_SIZES or MAMBA2_SIZES.
+        recurrent: keys of the sizes of RECURRENT layers: RECURRENT_SIZES, MAMBA2_SIZES or GRANITE_SIZES.
+        mlp_width: key of the MLP's intermediate size.
         one_block: each layer has only a mixer, or only an MLP or experts without gates (models/nemotron_h.py).
         latent: the model has multi-head latent attention (models/latent_attention.py)."""
 
@@ -172,6 +173,7 @@ class Architecture(NamedTuple):
     rope_section: Mapping[str, Plain] | None = None
     reads_mxfp4: bool = False
     recurrent: tuple[str, ...] = ()
+    mlp_width: str = "intermediate_size"
     one_block: bool = False
     latent: bool = False
 
@@ -182,6 +184,8 @@ RECURRENT_SIZES = (
 """Keys of config.json with the sizes of a gated delta net: key heads, value heads, their sizes, the convolution's width."""
 MAMBA2_SIZES = ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel")
 """Keys of config.json with the sizes of Mamba-2: groups, heads, state size, head size, the convolution's width."""
+GRANITE_SIZES = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
+"""The keys of the same sizes in Granite 4."""
 WITH_A_TEXT_SECTION = {
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
     "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
@@ -231,6 +235,12 @@ SUPPORTED_ARCHITECTURES = {
         layer_types=_where_switched_on(lambda form, i: not _smollm3_rotary(form)[i]),
     ),
     "granite": Architecture("Granite", _DEFAULTS["granite"], biases=("attention", "mlp"), factors=_granite_factors),
+    "granitemoehybrid": Architecture(
+        "GraniteMoeHybrid", _DEFAULTS["granitemoehybrid"], factors=_granite_factors, recurrent=GRANITE_SIZES, mlp_width="shared_intermediate_size",
+        layer_types=lambda form: [RECURRENT if kind == "mamba" else FULL for kind in form["layer_types"]],
+        rotary=lambda form: [form["position_embedding_type"] == "rope"] * form["num_hidden_layers"],
+        only={"num_local_experts": 0, "hidden_act": "silu", "mamba_conv_bias": True, "mamba_proj_bias": False},
+    ),
     "phi3": Architecture(
         "Phi3", _DEFAULTS["phi3"], biases=(), layer_types=_all_sliding, partial_rotary=True, fused_tensors=True
     ),

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError, find_policy_weights
-from nemo_rl_cpp.models import latent_attention, nemotron_h, rope
+from nemo_rl_cpp.models import granite_hybrid, latent_attention, nemotron_h, rope
 from nemo_rl_cpp.models.architectures import (
     DENSE,
     EXPERT_COUNTS,
     FULL,
-    MAMBA2_SIZES,
     MLP,
     RECURRENT,
     SLIDING,
@@ -143,6 +142,9 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
     form = {**made.defaults, **form}
     if made.one_block:
         form = nemotron_h.canonical(form)
+    if kind == granite_hybrid.MODEL_TYPE:
+        _check_sizes(form, ("num_hidden_layers", "hidden_size", "mamba_n_heads", "mamba_expand"))
+        form = granite_hybrid.canonical(form)
     if made.latent:
         _check_sizes(form, latent_attention.SIZES)
         form = latent_attention.canonical(form)
@@ -228,7 +230,8 @@ def _check_sizes(form: Mapping[str, Plain], keys: Iterable[str]) -> None:
 
 
 def _check(form: Mapping[str, Plain]) -> None:
-    _check_sizes(form, _SIZES)
+    made = SUPPORTED_ARCHITECTURES[form["model_type"]]
+    _check_sizes(form, (*_SIZES, made.mlp_width))
     for key in _FLAGS:
         expect(form.get(key) in (None, False, True), key, form.get(key), "true or false")
     eps = form["rms_norm_eps"]
@@ -241,7 +244,6 @@ def _check(form: Mapping[str, Plain]) -> None:
     expect(form.get("is_causal", True), "is_causal", form.get("is_causal"), "true, for causal attention,")
     sizes = form.get("per_layer_config")
     expect(not sizes, "per_layer_config", sizes, "null, one size of layers,")
-    made = SUPPORTED_ARCHITECTURES[form["model_type"]]
     activation = form[made.activation]
     if not isinstance(activation, str) or activation not in _ACTIVATIONS or made.one_block != (activation == "relu2"):
         computed = "relu2" if made.one_block else "silu and gelu_pytorch_tanh"
@@ -262,7 +264,7 @@ def _check(form: Mapping[str, Plain]) -> None:
     check_layers(form)
     if made.experts is not None and has_experts(form):
         _check_experts(form, made.experts)
-    if made.recurrent:
+    if made.recurrent and set(made.layer_types(form)) != {FULL}:
         _check_recurrent(form, made)
     if made.latent:
         latent_attention.check(form)
@@ -322,7 +324,7 @@ def _check_recurrent(form: Mapping[str, Plain], made: Architecture) -> None:
         )
     if taps > 8:
         raise ModelFolderError(f"{names[4]} {taps} is not supported: the kernels need at most 8")
-    if made.one_block:
+    if "full_attention_interval" not in made.defaults:
         return
     _check_sizes(form, ["full_attention_interval"])
     kinds = made.layer_types(form)
@@ -421,7 +423,7 @@ def native_config(
         "output_gate": made.output_gate,
         "vocab_size": form["vocab_size"],
         "hidden_size": form["hidden_size"],
-        "intermediate_size": form["intermediate_size"],
+        "intermediate_size": form[made.mlp_width],
         "layers": layers,
         "ropes": ropes,
         "num_heads": form["num_attention_heads"],
@@ -438,6 +440,7 @@ def native_config(
         "attention_sinks": made.sinks,
         "value_head": value_head,
         "fused_tensors": made.fused_tensors,
+        "fused_mlps": form["model_type"] == granite_hybrid.MODEL_TYPE,
         "norm_offset": made.norm_offset,
         "attention_scale": head_dim**-0.5,
         "embedding_multiplier": 1.0,
@@ -478,7 +481,7 @@ def _recurrent(form: Mapping[str, Plain], made: Architecture) -> dict[str, Plain
     if not layers:
         return {}
     names = ("key_heads", "value_heads", "key_dim", "value_dim", "conv_width")
-    limits = {"step_limits": nemotron_h.step_limits(form)} if made.recurrent == MAMBA2_SIZES else {}
+    limits = {"step_limits": nemotron_h.step_limits(form)} if "time_step_limit" in made.defaults else {}
     return {"recurrent": {"layers": layers, **{name: form[key] for name, key in zip(names, made.recurrent)}, **limits}}
 
 

@@ -22,7 +22,7 @@ from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, findable_name, published_name
-from nemo_rl_cpp.models import weight_files
+from nemo_rl_cpp.models import granite_hybrid, weight_files
 from nemo_rl_cpp.models.hf_config import read_config_file
 from nemo_rl_cpp.models.model_folder import ModelFolder
 from nemo_rl_cpp.models.model_sizes import ModelSizes
@@ -97,7 +97,7 @@ class Lora:
         modules, key = adapted_modules(wanted, layers), config.lora_key(section)
         if not modules:
             raise ValueError(f"{key}.{nothing_adapted(wanted, config.model_name, layers)}")
-        joined = {} if native["fused_tensors"] else _joined(modules, parameter_shapes(native))
+        joined = {} if native["fused_tensors"] or native["fused_mlps"] else _joined(modules, parameter_shapes(native))
         name = findable_name(config.model_name)
         return cls(section, tuple(modules), layers, wanted, name, folder, key, joined=joined)
 
@@ -173,6 +173,7 @@ class Lora:
         """Yield (name in PEFT's file, tensor) for the adapter tensor `name`. If several of transformers' modules share
         the adapter, each gets its rows of B and the common A."""
         name = name if self.layers.mlps is None else module_name(name)
+        name = granite_hybrid.checkpoint_name(name) if self.layers.fused_mlps else name
         module, _, matrix = name.rpartition(".lora_")
         if module not in self.joined:
             yield weight_files.PREFIX + name, tensor
@@ -194,7 +195,8 @@ class Lora:
     @property
     def _peft_modules(self) -> list[str]:
         """Return the names of the adapted modules of transformers' model."""
-        return [part for module in self.modules for part, _ in self.joined.get(module, ((module, 0),))]
+        modules = list(map(granite_hybrid.checkpoint_name, self.modules)) if self.layers.fused_mlps else self.modules
+        return [part for module in modules for part, _ in self.joined.get(module, ((module, 0),))]
 
     def _converted(self, convert: Callable[[Tensor, int, bool], Tensor], name: str, tensor: Tensor) -> Tensor:
         if not name.endswith(weight_files.LORA_B):

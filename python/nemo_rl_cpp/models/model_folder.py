@@ -13,6 +13,7 @@ from nemo_rl_cpp.errors import say_once
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, ModelFolderError, resolve_model
 from nemo_rl_cpp.models import hf_config, weight_files
+from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ class ModelFolder:
         widths = {"hidden_size": native["hidden_size"], "intermediate_size": native["intermediate_size"],
                   "num_attention_heads * head_dim": native["num_heads"] * native["head_dim"]}  # fmt: skip
         if recurrent := native.get("recurrent"):
-            kind = "mamba_num_heads * mamba" if "step_limits" in recurrent else "linear_num_value_heads * linear_value"
-            widths[f"{kind}_head_dim"] = recurrent["value_heads"] * recurrent["value_dim"]
+            _, heads, _, size, _ = SUPPORTED_ARCHITECTURES[self.config["model_type"]].recurrent
+            widths[f"{heads} * {size}"] = recurrent["value_heads"] * recurrent["value_dim"]
         if latent := native.get("latent"):
             widths |= {"q_lora_rank": latent["query_rank"], "kv_lora_rank": latent["rank"],
                        "num_attention_heads * v_head_dim": native["num_heads"] * latent["value_dim"]}  # fmt: skip
@@ -127,7 +128,8 @@ class ModelFolder:
         if model.lora is not None and model.lora.joins:
             unlike = {
                 "latent attention": "latent" in native,
-                "gated delta nets": "recurrent" in native and "one_block" not in native,
+                "gated delta nets": "recurrent" in native and "step_limits" not in native["recurrent"],
+                "matrices that hold gate and up": native["fused_mlps"],
                 "experts, which target_modules may match": "experts" in native and bool(model.lora.target_modules),
                 "tensor-parallel ranks": slices > 1,
             }
@@ -136,8 +138,10 @@ class ModelFolder:
                     f"{section}.megatron_cfg.peft.enabled is true, but its adapters are not supported for {' and '.join(reasons)} ({kind}): "
                     f"use {section}.dtensor_cfg.lora_cfg"
                 )
-        mixers = {"one_block": "Mamba-2", "latent": "latent attention", "recurrent": "recurrent layers"}
+        mixers = {"latent": "latent attention", "recurrent": "recurrent layers"}
         what = next((name for part, name in mixers.items() if part in native), None)
+        what = "Mamba-2" if "step_limits" in native.get("recurrent", {}) else what
+        what = "matrices that hold gate and up" if native["fused_mlps"] else what
         generation = None if what is None else getattr(model, "generation", None)
         if generation is None or not generation.runs_vllm:
             return

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import GGUF_FILE, GGUF_TABLE, ModelFolderError
+from nemo_rl_cpp.models import granite_hybrid
 from nemo_rl_cpp.models.hf_config import read_json
 from nemo_rl_cpp.models.nemotron_h import our_name
 from nemo_rl_cpp.models.qwen3_next import is_fused, module_parts, split_adapters, split_projections
@@ -215,7 +216,7 @@ def fill_parameters(
     unexpected, duplicate or misshapen tensor or dtype; the message lists up to eight of each kind."""
     tied = HEAD not in shapes and VALUE_HEAD not in shapes
     missing, wrong, foreign, extra, stood_in = set(shapes), [], [], [], False
-    for given, tensor in split_experts(split_projections(tensors, folder), FUSED in shapes):
+    for given, tensor in split_experts(split_projections(granite_hybrid.split_mlps(tensors), folder), FUSED in shapes):
         name = _known_name(given, shapes)
         if tied and name == HEAD and EMBEDDING in missing:
             name, stood_in = EMBEDDING, True
@@ -506,7 +507,7 @@ class SavedAdapter:
         for name, tensor in self._split(found) if is_fused(self.config) else found:
             is_mixed = alternates_in_peft(name, self.config["model_type"] == "gpt_oss")
             data = _even_then_odd(tensor) if is_mixed else tensor.data
-            yield our_name(name_in_text_model(name)), tensor._replace(data=data)
+            yield granite_hybrid.our_name(our_name(name_in_text_model(name))), tensor._replace(data=data)
 
     def _split(self, tensors: Iterable[tuple[str, RawTensor]]) -> Iterator[tuple[str, RawTensor]]:
         import numpy as np
@@ -525,7 +526,7 @@ def saved_adapter(weights: Path) -> SavedAdapter | None:
     if "quantization" not in base:
         return None
     modules = adapted_modules_of(tensor_entries(folder / WEIGHTS_FILE))
-    targets = tuple(our_name(f"{module}.weight") for module in modules)
+    targets = tuple(granite_hybrid.our_name(our_name(f"{module}.weight")) for module in modules)
     return SavedAdapter(
         folder, peft["r"], float(peft["lora_alpha"]), peft.get("use_rslora", False), targets,
         base["model_name"], base["seed"], base["quantization"], read_json(weights / "config.json"),

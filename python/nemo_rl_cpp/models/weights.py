@@ -17,7 +17,7 @@ from torch import Tensor
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.models import weight_files
+from nemo_rl_cpp.models import granite_hybrid, weight_files
 from nemo_rl_cpp.models.nemotron_h import checkpoint_name
 from nemo_rl_cpp.models.qwen3_next import is_fused, joined_projections
 from nemo_rl_cpp.stages import work
@@ -176,8 +176,14 @@ def save_weights(
     total = sum(t.nbytes for t in tensors.values())
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
-    written = joined_experts(tensors) if weight_files.FUSED in tensors else tensors.items()
-    for name, tensor in joined_projections(tensors, config) if is_fused(config) else written:
+    written: Iterable[tuple[str, torch.Tensor]] = tensors.items()
+    if weight_files.FUSED in tensors:
+        written = joined_experts(tensors)
+    elif is_fused(config):
+        written = joined_projections(tensors, config)
+    elif config["model_type"] == granite_hybrid.MODEL_TYPE:
+        written = granite_hybrid.joined_mlps(tensors)
+    for name, tensor in written:
         if shards[-1] and size + tensor.nbytes > max_shard_bytes:
             shards.append({})
             size = 0

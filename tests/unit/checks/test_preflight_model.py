@@ -434,6 +434,14 @@ SETTINGS = {
         (f"{LORA}.enabled=true policy.quantization=q4_0", "policy.quantization is q4_0, whose blocks hold 32 weights"),
         (SERVER, "policy.generation.backend is vllm, but nemotron_h has Mamba-2, whose weights are not sent to vLLM"),
     ]),
+    "granitemoehybrid": (dict(
+        num_hidden_layers=2, layer_types=["mamba", "attention"], shared_intermediate_size=32, num_local_experts=0, mamba_n_heads=2, mamba_d_state=16,
+    ), [
+        *ACCEPTED,
+        (f"{SOME}=[gate_proj]", "which no matrix of"),
+        (f"{SOME}=[gate_up_proj,in_proj]", None),
+        (SERVER, "policy.generation.backend is vllm, but granitemoehybrid has matrices that hold gate and up, whose weights are not sent to vLLM"),
+    ]),
     "deepseek_v3": (dict(
         num_key_value_heads=2, head_dim=8, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, n_group=1, topk_group=1, first_k_dense_replace=1,
@@ -467,7 +475,7 @@ def test_lora_on_mambas_output_projection_gives_a_warning_that_peft_cannot_load_
 ):
     folder = model_folder(tmp_path / "other", model_type="nemotron_h", **SETTINGS["nemotron_h"][0])
     settings = grpo(folder, *(f"++{part}" for part in f"{SOME}={targets}".split(" ")))
-    told = [finding.message for finding in check(settings) if "out_proj of Mamba-2" in finding.message]
+    told = [finding.message for finding in check(settings) if "out_proj of Nemotron-H" in finding.message]
     assert len(told) == is_told
 
 

@@ -14,7 +14,12 @@ from nemo_rl_cpp.models.model_sizes import ModelSizes, adapter_sizes, model_size
 from nemo_rl_cpp.models.weights import initialize_weights, named_views
 from safetensors.torch import load_file
 from test_lora_of_a_model import LATENT, MAMBA, RECURRENT, SHARED, SIZES
+from tiny_layers import LAYERS
 
+GRANITE_4 = LAYERS["granitemoehybrid"] | {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["mamba", "attention", "mamba"],
+}
 FIRST = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
 
 
@@ -76,7 +81,7 @@ def test_megatron_lora_adapter_is_saved_as_one_adapter_per_projection_and_restor
 
 @pytest.mark.parametrize(
     "more, keys, slices, reason",
-    [(LATENT, {}, 1, "latent attention"), (RECURRENT, {}, 1, "gated delta nets"),
+    [(LATENT, {}, 1, "latent attention"), (RECURRENT, {}, 1, "gated delta nets"), (GRANITE_4, {}, 1, "matrices that hold gate and up"),
      (SHARED, {"target_modules": ["linear_fc1"]}, 1, "experts, which target_modules may match"), ({}, {}, 2, "tensor-parallel ranks")],
 )  # fmt: skip
 def test_unsupported_megatron_lora_settings_are_an_error(more, keys, slices, reason):

@@ -76,6 +76,17 @@ def test_mismatched_generation_logprobs_are_counted_and_old_logprobs_are_recompu
     assert wrong.weight_digest() == right.weight_digest()
 
 
+def test_old_logprobs_are_recomputed_if_the_first_update_compares_no_token():
+    wrong, right = make_policy(), make_policy(reuse_generation_logprobs="never")
+    data = make_data(wrong)
+    data["sample_mask"] = data["sample_mask"].clone()
+    data["sample_mask"][:6] = 0
+    prev = wrong.get_logprobs(data)["logprobs"]
+    wrong.train({**data, "generation_logprobs": data["generation_logprobs"] + 0.25}, LOSS, gbs=6)
+    right.train({**data, "prev_logprobs": prev}, LOSS, gbs=6)
+    assert wrong.weight_digest() == right.weight_digest()
+
+
 def test_generation_activations_are_reused_only_after_a_step_with_equal_logprobs():
     policy = make_policy(kept_activations_gb=0.001)
     assert policy.model.max_kept_bytes == 0

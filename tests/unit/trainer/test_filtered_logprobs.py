@@ -217,6 +217,17 @@ def test_kl_term_and_its_gradient_use_logprobs_without_top_k():
     assert native.weight_digest() != filtered_only.weight_digest()
 
 
+def test_kl_metrics_with_a_top_k_of_the_whole_vocabulary_equal_those_without_top_k():
+    metrics = []
+    for top_k in (None, 1000):
+        policy = make_policy(top_k=top_k)
+        data = rollout(policy)
+        data["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+        metrics.append(policy.train(data, WITH_KL, gbs=8)["all_mb_metrics"])
+    for name in ("loss", "kl_penalty"):
+        assert metrics[0][name] == metrics[1][name]
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_reused_and_recomputed_old_logprobs_train_identical_weights_with_top_k_and_top_p(tmp_path, precision):
     options = (*tiny.SMALL, "grpo.max_num_steps=3", f"policy.precision={precision}", "policy.generation.top_p=0.8", "policy.generation.top_k=7",

@@ -152,8 +152,10 @@ class Policy(TrainedModel, PolicyInterface):
 
     def _old_logprobs(self, batch: RaggedBatch, exactness: Exactness | None, gbs: int) -> Tensor:
         """Return the old policy's log-probabilities [T] for the updates after the first: generation's if they equalled
-        those of the first update's forward pass bit for bit (`exactness`), otherwise newly computed ones."""
-        if exactness is not None and self.ranks.sum(exactness.mismatched_tokens) == 0:
+        those of the first update's forward pass bit for bit (`exactness`), otherwise newly computed ones, also if all
+        tokens of the first update are masked."""
+        compared, mismatched = (0, 0) if exactness is None else (exactness.tokens, exactness.mismatched_tokens)
+        if self.ranks.sum(compared) > 0 and self.ranks.sum(mismatched) == 0:
             return batch.tokens["generation_logprobs"].to(self.trainer.out_dtype)
         own = [self.ranks.blocks(batch, b, b + gbs, self.config.gradient_blocks) for b in range(0, batch.size, gbs)]
         rows = sorted(row for blocks in own for block in blocks for row in block)

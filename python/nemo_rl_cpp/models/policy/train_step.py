@@ -294,13 +294,14 @@ class _GlobalBatch:
         self.scored = torch.zeros(data.num_tokens if targets is None else targets.shape, dtype=way.trainer.out_dtype)
         outputs, self.candidates = (self.scored, None) if targets is None else (self.scored[:, 0], self.scored[:, 1:])
         self.result = GlobalBatchResult(outputs, [len(micro_batches) for micro_batches in self.blocks])
-        has_kl = getattr(way.loss_fn, "reference_policy_kl_penalty", 0) != 0
-        self.unfiltered = torch.zeros_like(self.scored) if way.scoring.filters and has_kl else None
-        takes_entropies = getattr(way.loss_fn, "takes_entropies", False)
-        self.entropies = outputs.new_zeros(data.num_tokens) if takes_entropies else None
         self.token_loss: C.TokenLoss | None = None
         if backward:
             self.token_loss = fused_token_loss(way.trainer, way.loss_fn, data, self.counts, way.scoring)
+        # a top_k of the whole vocabulary filters nothing: the LM head then evaluates the loss, on its only outputs
+        has_kl = getattr(way.loss_fn, "reference_policy_kl_penalty", 0) != 0 and self.token_loss is None
+        self.unfiltered = torch.zeros_like(self.scored) if way.scoring.filters and has_kl else None
+        takes_entropies = getattr(way.loss_fn, "takes_entropies", False)
+        self.entropies = outputs.new_zeros(data.num_tokens) if takes_entropies else None
 
     def is_apart(self, rows: list[int]) -> bool:
         """Return whether the loss has declared before the forward pass (`zero_gradient_rows`) that the samples `rows`

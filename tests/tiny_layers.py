@@ -9,6 +9,10 @@ LAYERS = {
         "layer_types": ["mamba", "attention"], "shared_intermediate_size": 96, "num_local_experts": 0, "mamba_n_heads": 4, "mamba_d_state": 16,
         "residual_multiplier": 0.3, "attention_multiplier": 0.2,
     },
+    "granitemoehybrid with experts": {
+        "model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "intermediate_size": 48, "shared_intermediate_size": 64,
+        "num_local_experts": 6, "num_experts_per_tok": 3, "mamba_n_heads": 4, "mamba_d_state": 16,
+    },
     "phi3": {"sliding_window": 70, "partial_rotary_factor": 0.5},
     "gemma2": {"sliding_window": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3_text": {"sliding_window": 20, "sliding_window_pattern": 2},

@@ -42,6 +42,11 @@ def make_bases(root: Path) -> dict[str, Path]:
             **{**SMALL, "hidden_size": 64}, shared_intermediate_size=48, num_local_experts=0, mamba_n_heads=4, mamba_d_state=16,
             layer_types=["linear_attention", "full_attention"], residual_multiplier=0.3, logits_scaling=4.0,
         ),
+        "granite_4_moe": hf.GraniteMoeHybridConfig(
+            **{**SMALL, "hidden_size": 64}, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48, mamba_n_heads=4, mamba_d_state=16,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+        "granite_moe": hf.GraniteMoeConfig(**{**SMALL, "hidden_size": 64}, num_local_experts=4, residual_multiplier=0.3),
         "gemma2": hf.Gemma2Config(**SMALL, head_dim=16, sliding_window=8, final_logit_softcapping=3.0),
         "gemma3": hf.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
         "qwen3_5": hf.Qwen3_5TextConfig(
@@ -254,7 +259,7 @@ def _attention_everywhere(weights):
 WHOLE = {
     "gemma3 with images": of("gemma3", _with_images),
     "llama": of("llama"), "qwen2": of("qwen2"), "qwen3": of("qwen3"), "tied": of("tied"), "mistral": of("mistral"), "olmo2": of("olmo2"), "gelu": of("gelu"),
-    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "granite_4", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "nemotron_h", "nemotron_h_moe", "glm4_moe", "deepseek_v3", "moonlight", "glm4_moe_lite")},
+    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "granite_4", "granite_4_moe", "granite_moe", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "nemotron_h", "nemotron_h_moe", "glm4_moe", "deepseek_v3", "moonlight", "glm4_moe_lite")},
     "glm4_moe with a layer that predicts more tokens": of("glm4_moe", lambda f: f.tensors(lambda w: w | {"model.layers.2.eh_proj.weight": torch.ones(32, 64)})),
     "deepseek_v3 as released folders have it": of("deepseek_v3", lambda f: f.config(["head_dim", "qk_head_dim"]).format_4({"type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0} | without(YARN, "rope_type"), num_nextn_predict_layers=1, topk_method="noaux_tc")),
     "glm4_moe_lite as released folders have it": of("glm4_moe_lite", lambda f: f.config(["mlp_layer_types", "qk_head_dim"], first_k_dense_replace=1, num_nextn_predict_layers=1, partial_rotary_factor=1.0)),
@@ -387,7 +392,7 @@ FAULTY = {
     "latent experts of no columns": ("nemotron_h_moe", lambda f: f.config(moe_latent_size=0), f"{CONFIG}: moe_latent_size is 0, but a whole number above 0"),
     "nemotron_h without attention": ("nemotron_h", lambda f: f.config(layers_block_type=["mamba", "mlp"]), f"{CONFIG}: hybrid_override_pattern is M-, but layers with Mamba"),
     "unknown layers in nemotron_h": ("nemotron_h", lambda f: f.config(["layers_block_type"], hybrid_override_pattern="M-*X"), f"{CONFIG}: layers_block_type or hybrid_override_pattern is 'M-"),
-    "experts in granite_4": ("granite_4", lambda f: f.config(num_local_experts=8), f"{CONFIG}: num_local_experts is 8, which is not supported: 0 was expected"),
+    "an expert too few in granite_4": ("granite_4_moe", lambda f: f.tensors(lambda w: w | {"model.layers.0.block_sparse_moe.input_linear.weight": torch.ones(3, 96, 64)}), "missing: .*layers.0.mlp.experts.3.gate_proj.weight"),
     "granite_4 without attention": ("granite_4", lambda f: f.config(layer_types=["mamba", "mamba"]), rf"{CONFIG}: layer_types is \['mamba', 'mamba'\], but at least one layer with attention"),
     "unknown layers in granite_4": ("granite_4", lambda f: f.config(layer_types=["mamba", "mlp"]), rf"{CONFIG}: layer_types is \['mamba', 'mlp'\], but a list of num_hidden_layers 2 entries"),
     "Mamba heads that do not fit the hidden size": ("granite_4", lambda f: f.config(mamba_d_head=48), f"{CONFIG}: mamba_d_head is 48, but mamba_expand"),

@@ -150,6 +150,9 @@ def configurations() -> dict:
             **nemotron_h | dict(mamba_head_dim=48, n_groups=1, conv_kernel=2, ssm_state_size=32, time_step_min=0.4),
             time_step_limit=(0.4, float("inf")), layers_block_type=layers("-*MM"),
         ),
+        "granite_experts": hf.GraniteMoeConfig(
+            **phi3 | dict(intermediate_size=40), **granite, num_local_experts=6, num_experts_per_tok=3, tie_word_embeddings=True,
+        ),
         "granite_4": hf.GraniteMoeHybridConfig(
             **phi3, **granite, **granite_4, layer_types=["linear_attention", "full_attention", "linear_attention"],
         ),
@@ -159,6 +162,10 @@ def configurations() -> dict:
         "granite_4_other_layers": hf.GraniteMoeHybridConfig(
             **phi3, **granite, **granite_4 | dict(tie_word_embeddings=False, mamba_n_groups=2, mamba_d_conv=2, mamba_n_heads=2, shared_intermediate_size=96),
             layer_types=["linear_attention", "linear_attention", "full_attention"], position_embedding_type="rope",
+        ),
+        "granite_4_experts": hf.GraniteMoeHybridConfig(
+            **phi3 | dict(intermediate_size=40), **granite, **granite_4 | dict(num_local_experts=6, num_experts_per_tok=3, shared_intermediate_size=48),
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
         ),
         "nemotron_h_experts": hf.NemotronHConfig(
             **nemotron_h, **nano, layers_block_type=layers("MEM*E-"), n_routed_experts=6, num_experts_per_tok=3, routed_scaling_factor=2.5,
@@ -214,15 +221,13 @@ def by_checkpoint_names(tensors: dict, model_type: str) -> dict:
         if ".in_proj_qkvz." in name or ".in_proj_ba." in name:
             found |= of_key_heads(name, tensor)
             continue
-        if ".shared_mlp.input_linear." in name:
-            found |= dict(
-                zip(
-                    (name.replace("shared_mlp.input_linear", f"mlp.{part}_proj") for part in ("gate", "up")),
-                    tensor.chunk(2),
-                )
-            )
-            continue
-        name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
+        if model_type.startswith("granitemoe"):
+            block = "mlp.shared_expert" if any("block_sparse_moe" in each for each in tensors) else "mlp"
+            name = name.replace("block_sparse_moe", "mlp").replace("shared_mlp.output_linear", f"{block}.down_proj")
+            if "shared_mlp.input_linear" in name:
+                names = (name.replace("shared_mlp.input_linear", f"{block}.{part}_proj") for part in ("gate", "up"))
+                found |= dict(zip(names, tensor.chunk(2)))
+                continue
         if model_type == "nemotron_h":
             name = our_name(name.replace("model.", "backbone.", 1))
         if model_type == "mixtral":

@@ -61,9 +61,22 @@ def factors(model, flat) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 DENSE = ["all", "some", "late"]
-DEFAULT_ROPE = ["mixtral", "qwen3_moe_dense_layer", "qwen2_moe", "glm4_moe", "qwen3_5_moe", "qwen3_next"]
+DEFAULT_ROPE = [
+    "mixtral",
+    "qwen3_moe_dense_layer",
+    "qwen2_moe",
+    "glm4_moe",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "granite_experts",
+]
 MAMBA = ["nemotron_h", "nemotron_h_experts", "nemotron_h_latent_experts"]
-GRANITE_4 = [("granite_4", "all"), ("granite_4_other_layers", "gate and up")]
+GRANITE_4 = [
+    ("granite_4", "all"),
+    ("granite_4_other_layers", "gate and up"),
+    ("granite_4_experts", "all"),
+    ("granite_4_experts", "experts"),
+]
 MIXTURES = [*DEFAULT_ROPE, "deepseek_v3", "gpt_oss"]
 
 

@@ -127,7 +127,8 @@ class LayerKinds:
     Attributes:
         count: the number of layers.
         fused: whether the layers have fused matrices (qkv_proj, gate_up_proj) as in Phi 3, or joint adapters for them.
-        fused_mlps: whether only the MLPs have a fused matrix (gate_up_proj), as in Granite 4.
+        fused_mlps: whether only the MLPs have a fused matrix (gate_up_proj), as in Granite 4, whose shared experts have
+            no gate.
         recurrent: the indices of the recurrent layers.
         mamba: whether the recurrent layers have Mamba-2 instead of a gated delta net.
         latent: whether keys and values are computed from a shared low-dimensional vector (multi-head latent attention).
@@ -168,7 +169,7 @@ class LayerKinds:
         missing |= {"q_proj"} if self.latent_queries else {"q_a_proj", "q_b_proj"}
         has_experts = layer in self.experts
         missing |= set() if has_experts else {"experts"}
-        is_gated = has_experts and self.shared == "shared_expert" and not self.fused
+        is_gated = has_experts and self.shared == "shared_expert" and not self.fused and not self.fused_mlps
         missing |= set() if is_gated else {"shared_expert_gate"}
         missing |= set(_OF_AN_MLP) if has_experts and not self.shared else set()
         missing |= set(OF_A_DELTA_NET) if self.mamba else {"in_proj"}

@@ -71,9 +71,9 @@ class Experts(NamedTuple):
         renormalise: key that sets whether the weights of a token's experts are scaled to sum to 1; None: always.
         shared: key of the intermediate size of the shared expert, an MLP that processes all tokens; or
             n_shared_experts, by which the experts' intermediate size is multiplied. None: no shared expert.
+        shared_gate: a sigmoid gate multiplies the shared expert's output.
         has_biases: router and experts have biases.
-        sigmoid: the router's scores are sigmoids, a bias is added to them for choosing experts, and the shared expert
-            has no gate.
+        sigmoid: the router's scores are sigmoids, and a bias is added to them for choosing experts.
         block, router, gate, up, down: checkpoint names of a layer's expert block, of its router, and of an expert's
             matrices."""
 
@@ -81,6 +81,7 @@ class Experts(NamedTuple):
     width: str = "moe_intermediate_size"
     renormalise: str | None = "norm_topk_prob"
     shared: str | None = None
+    shared_gate: bool = True
     has_biases: bool = False
     sigmoid: bool = False
     block: str = "mlp"
@@ -100,8 +101,9 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def has_experts(form: Mapping[str, Plain]) -> bool:
-    """Return whether the model of the config.json `form` has experts: not if hybrid_override_pattern has no E."""
-    return "E" in str(form.get("hybrid_override_pattern", "E"))
+    """Return whether the model of the config.json `form` has experts: not if hybrid_override_pattern has no E, or
+    num_local_experts is 0."""
+    return "E" in str(form.get("hybrid_override_pattern", "E")) and form.get("num_local_experts") != 0
 
 
 def layers_with_experts(form: Form) -> list[int]:
@@ -217,7 +219,7 @@ _QWEN3_5_LAYERS = Architecture(
 _BEHIND = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
 _AROUND = {"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm", **_BEHIND}
 _BEHIND_THE_FIRST = _where_switched_on(lambda form, i: i >= form["max_window_layers"])
-_SIGMOID_EXPERTS = Experts("n_routed_experts", shared="n_shared_experts", sigmoid=True)
+_SIGMOID_EXPERTS = Experts("n_routed_experts", shared="n_shared_experts", shared_gate=False, sigmoid=True)
 SUPPORTED_ARCHITECTURES = {
     "llama": Architecture("Llama", _DEFAULTS["llama"], biases=("attention", "mlp")),
     "mistral": Architecture("Mistral", _DEFAULTS["mistral"], biases=(), layer_types=_sliding_unless_listed),
@@ -235,11 +237,15 @@ SUPPORTED_ARCHITECTURES = {
         layer_types=_where_switched_on(lambda form, i: not _smollm3_rotary(form)[i]),
     ),
     "granite": Architecture("Granite", _DEFAULTS["granite"], biases=("attention", "mlp"), factors=_granite_factors),
+    "granitemoe": Architecture(
+        "GraniteMoe", _DEFAULTS["granitemoe"], factors=_granite_factors, experts=Experts("num_local_experts", "intermediate_size", None, router="router")
+    ),
     "granitemoehybrid": Architecture(
         "GraniteMoeHybrid", _DEFAULTS["granitemoehybrid"], factors=_granite_factors, recurrent=GRANITE_SIZES, mlp_width="shared_intermediate_size",
         layer_types=lambda form: [RECURRENT if kind == "mamba" else FULL for kind in form["layer_types"]],
         rotary=lambda form: [form["position_embedding_type"] == "rope"] * form["num_hidden_layers"],
-        only={"num_local_experts": 0, "hidden_act": "silu", "mamba_conv_bias": True, "mamba_proj_bias": False},
+        experts=Experts("num_local_experts", "intermediate_size", None, shared="shared_intermediate_size", shared_gate=False, router="router"),
+        only={"hidden_act": "silu", "mamba_conv_bias": True, "mamba_proj_bias": False},
     ),
     "phi3": Architecture(
         "Phi3", _DEFAULTS["phi3"], biases=(), layer_types=_all_sliding, partial_rotary=True, fused_tensors=True
@@ -290,7 +296,7 @@ SUPPORTED_ARCHITECTURES = {
         "NemotronH", _DEFAULTS["nemotron_h"], biases=(), norms={"before_attention": "norm", "before_mlp": "norm"}, activation="mlp_hidden_act",
         layer_types=lambda form: [PATTERN[letter] for letter in form["hybrid_override_pattern"]],
         rotary=lambda form: [False] * form["num_hidden_layers"], recurrent=MAMBA2_SIZES, one_block=True,
-        experts=Experts("n_routed_experts", shared="moe_shared_expert_intermediate_size", sigmoid=True),
+        experts=Experts("n_routed_experts", shared="moe_shared_expert_intermediate_size", shared_gate=False, sigmoid=True),
         only={
             "attention_bias": False, "mlp_bias": False, "use_bias": False, "mamba_proj_bias": False, "use_conv_bias": True,
             "mamba_hidden_act": "silu", "sliding_window": None, "tie_word_embeddings": False,

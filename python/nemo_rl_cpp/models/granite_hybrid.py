@@ -1,16 +1,20 @@
-"""The peculiarities of Granite 4 in config.json and in checkpoints: layers with Mamba-2 or attention, and the names of
-the MLP's matrices. Needs no torch.
+"""The peculiarities of Granite 4, and of Granite 3 with experts, in config.json and in checkpoints: layers with Mamba-2
+or attention, and the names of the matrices of MLPs and experts. Needs no torch.
 
-A checkpoint holds the matrices of a layer's MLP under other names, gate and up as one matrix:
+A checkpoint holds the matrices of a layer's MLP, or with E experts of its shared expert, under other names, and gate
+and up as one matrix, whose rows are first gate's, then up's:
 
-    shared_mlp.input_linear [2I, D], gate's rows before up's    -> mlp.gate_proj, mlp.up_proj
-    shared_mlp.output_linear [D, I]                             -> mlp.down_proj
+    shared_mlp.input_linear [2I, D]             -> mlp.gate_proj, mlp.up_proj, or those of mlp.shared_expert
+    shared_mlp.output_linear [D, I]             -> mlp.down_proj, or that of mlp.shared_expert
+    block_sparse_moe.input_linear [E, 2I, D]    -> mlp.experts.E.gate_proj, mlp.experts.E.up_proj
+    block_sparse_moe.output_linear [E, D, I]    -> mlp.experts.E.down_proj
+    block_sparse_moe.router.layer [E, D]        -> mlp.router
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.files.yaml_text import Plain
@@ -22,10 +26,12 @@ if TYPE_CHECKING:
 
     from nemo_rl_cpp.models.weight_files import RawTensor, TensorEntry
 
-MODEL_TYPE = "granitemoehybrid"
+MODEL_TYPES = (HYBRID := "granitemoehybrid", "granitemoe")
 _KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
 """transformers 5's names of the kinds of layers -> those in released checkpoints, which older versions also read."""
-_OURS = ((".shared_mlp.input_linear", ".mlp.gate_up_proj"), (".shared_mlp.output_linear", ".mlp.down_proj"))
+_FIRST = "model.layers.0.mlp"
+_MATRICES = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
+_EXPERT = re.compile(r"(.*)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
@@ -35,12 +41,8 @@ def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
     is_list = isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
     found = [_KINDS.get(kind, kind) for kind in kinds] if is_list else []
     fits = len(found) == form["num_hidden_layers"] and set(found) <= set(_KINDS.values())
-    expect(
-        fits,
-        "layer_types",
-        kinds,
-        f"a list of num_hidden_layers {form['num_hidden_layers']} entries, mamba or attention,",
-    )
+    every = f"a list of num_hidden_layers {form['num_hidden_layers']} entries, mamba or attention,"
+    expect(fits, "layer_types", kinds, every)
     expect("attention" in found, "layer_types", kinds, "at least one layer with attention")
     heads, size, inner = form["mamba_n_heads"], form["mamba_d_head"], form["mamba_expand"] * form["hidden_size"]
     size = inner // heads if size == "auto" else size
@@ -49,11 +51,17 @@ def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
     return kept | {"layer_types": found, "mamba_d_head": size, "time_step_limit": list(step_limits(form))}
 
 
-def split_mlps(tensors: Iterable[tuple[str, RawTensor | TensorEntry]]) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield the tensors of a checkpoint with the matrices of MLPs as the native core has them. Entries of a file's
-    header (`TensorEntry`) are split in the same way, without data."""
+def split_mlps(
+    tensors: Iterable[tuple[str, RawTensor | TensorEntry]], shapes: Container[str]
+) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
+    """Yield the tensors of a checkpoint with the matrices of MLPs as the native core has them, and those of all experts
+    as `weight_files.split_experts` reads them. `shapes` has the names of the native core's parameters. Entries of a
+    file's header (`TensorEntry`) are split in the same way, without data."""
+    has_experts = f"{_FIRST}.shared_expert.down_proj.weight" in shapes
     for given, tensor in tensors:
-        name = our_name(given)
+        name = re.sub(r"block_sparse_moe\.router\.(layer\.)?", "mlp.router.", our_name(given, has_experts))
+        if found := re.fullmatch(r"(.*)block_sparse_moe\.(input|output)_linear\.weight", name):
+            name = f"{found[1]}mlp.experts.{_MATRICES[found[2] + '_linear']}"
         if not name.endswith(".gate_up_proj.weight") or name == given or tensor.shape[0] % 2:
             yield name, tensor
             continue
@@ -69,26 +77,39 @@ def split_mlps(tensors: Iterable[tuple[str, RawTensor | TensorEntry]]) -> Iterat
 
 
 def joined_mlps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) as in a checkpoint: the inverse of `split_mlps`."""
+    """Yield (name, tensor) as in a checkpoint: the inverse of `split_mlps`. Each tensor is created only when it is
+    requested."""
     import torch
 
+    def with_up(gate: str) -> Tensor:
+        return torch.cat([tensors[gate], tensors[gate.replace("gate_proj", "up_proj")]])
+
+    experts: dict[str, list[str]] = {}  # the first matrices of a layer's experts
     for name, tensor in tensors.items():
-        if name.endswith(".mlp.gate_proj.weight"):
-            up = tensors[name.replace("gate_proj", "up_proj")]
-            yield checkpoint_name(name.replace("gate_proj", "gate_up_proj")), torch.cat([tensor, up])
-        elif not name.endswith(".mlp.up_proj.weight"):
-            yield checkpoint_name(name), tensor
+        if found := _EXPERT.fullmatch(name):
+            if found[3] != "up":
+                matrix = "output_linear" if found[3] == "down" else "input_linear"
+                experts.setdefault(f"{found[1]}.block_sparse_moe.{matrix}.weight", []).append(name)
+        elif name.endswith(".gate_proj.weight"):
+            yield checkpoint_name(name.replace("gate_proj", "gate_up_proj")), with_up(name)
+        elif not name.endswith(".up_proj.weight"):
+            yield checkpoint_name(name.replace(".mlp.router.", ".block_sparse_moe.router.layer.")), tensor
+    for fused, names in experts.items():
+        join = with_up if "input_linear" in fused else tensors.__getitem__
+        yield fused, torch.stack([join(name) for name in names])
 
 
-def our_name(name: str) -> str:
-    """Return the native core's name of a tensor or module that a checkpoint or PEFT names `name`."""
-    for theirs, ours in _OURS:
-        name = re.sub(rf"{re.escape(theirs)}(?=\.|$)", ours, name)
-    return name
+def our_name(name: str, has_experts: bool) -> str:
+    """Return the native core's name of a tensor or module of an MLP that a checkpoint or PEFT names `name`;
+    gate_up_proj are gate_proj and up_proj. Other names are returned unchanged."""
+    name = re.sub(r"\bblock_sparse_moe\.experts(?!\.\d)", "mlp.experts", name)  # Mixtral's experts have numbers
+    block = "mlp.shared_expert" if has_experts else "mlp"
+    return re.sub(r"\bshared_mlp\.(\w+)", lambda found: f"{block}.{_MATRICES.get(found[1], found[1])}", name)
 
 
 def checkpoint_name(name: str) -> str:
     """Return the name in a checkpoint, and in PEFT, of the tensor or module that the native core names `name`."""
-    for theirs, ours in _OURS:
-        name = re.sub(rf"{re.escape(ours)}(?=\.|$)", theirs, name)
+    name = name.replace(".mlp.experts", ".block_sparse_moe.experts")
+    for theirs, ours in _MATRICES.items():
+        name = re.sub(rf"\.mlp\.(shared_expert\.)?{ours}\b", f".shared_mlp.{theirs}", name)
     return name

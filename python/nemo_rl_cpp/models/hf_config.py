@@ -142,7 +142,7 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
     form = {**made.defaults, **form}
     if made.one_block:
         form = nemotron_h.canonical(form)
-    if kind == granite_hybrid.MODEL_TYPE:
+    if kind == granite_hybrid.HYBRID:
         _check_sizes(form, ("num_hidden_layers", "hidden_size", "mamba_n_heads", "mamba_expand"))
         form = granite_hybrid.canonical(form)
     if made.latent:
@@ -440,7 +440,7 @@ def native_config(
         "attention_sinks": made.sinks,
         "value_head": value_head,
         "fused_tensors": made.fused_tensors,
-        "fused_mlps": form["model_type"] == granite_hybrid.MODEL_TYPE,
+        "fused_mlps": form["model_type"] in granite_hybrid.MODEL_TYPES,
         "norm_offset": made.norm_offset,
         "attention_scale": head_dim**-0.5,
         "embedding_multiplier": 1.0,
@@ -470,7 +470,7 @@ def _experts(form: Mapping[str, Plain], experts: Experts) -> dict[str, Plain]:
         "shared_size": shared,
         "latent_size": form.get("moe_latent_size") or 0,
         "shared": "shared_experts" if experts.sigmoid else "shared_expert",
-        "shared_gate": not experts.sigmoid,
+        "shared_gate": experts.shared_gate,
         **{name: getattr(experts, name) for name in ("has_biases", "block", "router", "gate", "up", "down")},
     }
 

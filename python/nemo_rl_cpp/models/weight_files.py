@@ -8,7 +8,7 @@ import mmap
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from os.path import isfile
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import GGUF_FILE, GGUF_TABLE, ModelFolderError
 from nemo_rl_cpp.models import granite_hybrid
+from nemo_rl_cpp.models.architectures import has_experts
 from nemo_rl_cpp.models.hf_config import read_json
 from nemo_rl_cpp.models.nemotron_h import our_name
 from nemo_rl_cpp.models.qwen3_next import is_fused, module_parts, split_adapters, split_projections
@@ -216,7 +217,9 @@ def fill_parameters(
     unexpected, duplicate or misshapen tensor or dtype; the message lists up to eight of each kind."""
     tied = HEAD not in shapes and VALUE_HEAD not in shapes
     missing, wrong, foreign, extra, stood_in = set(shapes), [], [], [], False
-    for given, tensor in split_experts(split_projections(granite_hybrid.split_mlps(tensors), folder), FUSED in shapes):
+    for given, tensor in split_experts(
+        split_projections(granite_hybrid.split_mlps(tensors, shapes), folder), FUSED in shapes
+    ):
         name = _known_name(given, shapes)
         if tied and name == HEAD and EMBEDDING in missing:
             name, stood_in = EMBEDDING, True
@@ -503,11 +506,11 @@ class SavedAdapter:
     def tensors(self) -> Iterator[tuple[str, RawTensor]]:
         """Yield (name, tensor) for the matrices A [dim, in] and B [out, dim] of every adapted matrix [out, in]; `dim`
         is the rank. For experts they are A [experts · dim, in] and B [out, dim · experts], gate's rows before up's."""
-        found = raw_tensors([self.folder / WEIGHTS_FILE])
+        found, name_of = raw_tensors([self.folder / WEIGHTS_FILE]), name_reader(self.config)
         for name, tensor in self._split(found) if is_fused(self.config) else found:
             is_mixed = alternates_in_peft(name, self.config["model_type"] == "gpt_oss")
             data = _even_then_odd(tensor) if is_mixed else tensor.data
-            yield granite_hybrid.our_name(our_name(name_in_text_model(name))), tensor._replace(data=data)
+            yield name_of(name_in_text_model(name)), tensor._replace(data=data)
 
     def _split(self, tensors: Iterable[tuple[str, RawTensor]]) -> Iterator[tuple[str, RawTensor]]:
         import numpy as np
@@ -515,6 +518,13 @@ class SavedAdapter:
         whole = {name: np.frombuffer(raw.data, np.float32).reshape(raw.shape).copy() for name, raw in tensors}
         for name, part in split_adapters(whole, self.config, self.dim).items():
             yield name, RawTensor("F32", list(part.shape), memoryview(np.ascontiguousarray(part)).cast("B"))
+
+
+def name_reader(config: Mapping[str, Plain]) -> Callable[[str], str]:
+    """Return the function that maps PEFT's names of a model's tensors to the native core's. `config`: its config.json."""
+    if config["model_type"] in granite_hybrid.MODEL_TYPES:
+        return partial(granite_hybrid.our_name, has_experts=has_experts(config))
+    return our_name
 
 
 def saved_adapter(weights: Path) -> SavedAdapter | None:
@@ -526,8 +536,9 @@ def saved_adapter(weights: Path) -> SavedAdapter | None:
     if "quantization" not in base:
         return None
     modules = adapted_modules_of(tensor_entries(folder / WEIGHTS_FILE))
-    targets = tuple(granite_hybrid.our_name(our_name(f"{module}.weight")) for module in modules)
+    config = read_json(weights / "config.json")
+    targets = tuple(map(name_reader(config), (f"{module}.weight" for module in modules)))
     return SavedAdapter(
         folder, peft["r"], float(peft["lora_alpha"]), peft.get("use_rslora", False), targets,
-        base["model_name"], base["seed"], base["quantization"], read_json(weights / "config.json"),
+        base["model_name"], base["seed"], base["quantization"], config,
     )  # fmt: skip

@@ -181,7 +181,7 @@ def save_weights(
         written = joined_experts(tensors)
     elif is_fused(config):
         written = joined_projections(tensors, config)
-    elif config["model_type"] == granite_hybrid.MODEL_TYPE:
+    elif config["model_type"] in granite_hybrid.MODEL_TYPES:
         written = granite_hybrid.joined_mlps(tensors)
     for name, tensor in written:
         if shards[-1] and size + tensor.nbytes > max_shard_bytes:

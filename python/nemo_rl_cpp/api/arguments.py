@@ -13,8 +13,9 @@ import torch
 from nemo_rl_cpp.algorithms.custom_components import OwnEstimator, component_name, own_loss
 from nemo_rl_cpp.argument_checks import described, in_a_line, is_iterable, names_of, nearest
 from nemo_rl_cpp.config.base import Section
+from nemo_rl_cpp.config.errors import OF_TRL, similar_keys
 from nemo_rl_cpp.config.loop import GRPOConfig, PPOConfig
-from nemo_rl_cpp.config.master import TrainMasterConfig
+from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.data import conversation
 from nemo_rl_cpp.data.boundaries import prompt_ids
 from nemo_rl_cpp.data.chat_template import render_prompt
@@ -25,16 +26,29 @@ from nemo_rl_cpp.dotted_names import PythonObjectRef
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 
 _SECTIONS: dict[str, type[Section]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
+_CONFIGS: dict[str, type[Section]] = {"grpo": GRPOMasterConfig, "ppo": PPOMasterConfig}
 Keys = dict[str, tuple[str, object]]
 """Configuration key -> (name of the argument that sets it, value)."""
-_OF_TRL = {
-    "beta": "loss_fn__reference_policy_kl_penalty", "delta": "loss_fn__ratio_clip_c", "epsilon": "loss_fn__ratio_clip_max",
-    "eval_dataset": "validation", "generation_batch_size": "num_prompts_per_step",
-    "gradient_checkpointing": "policy__dtensor_cfg__activation_checkpointing", "lr": "learning_rate", "max_completion_length": "max_new_tokens",
-    "max_steps": "num_steps", "num_generations_eval": "val_num_generations_per_prompt", "num_train_epochs": "max_num_epochs",
-    "output_dir": "checkpoint_dir", "peft_config": "lora", "train_dataset": "prompts",
+_OWN_NAMES = {
+    "checkpointing.checkpoint_dir": "checkpoint_dir", "data.max_input_seq_length": "max_length",
+    "data.train.data_path": "prompts", "data.validation": "validation", "env.reward_functions.functions": "reward_funcs",
+    "logger.log_dir": "log_dir", "policy.dtensor_cfg.lora_cfg": "lora",
 }  # fmt: skip
-"""Keywords of TRL and others, to which another keyword of ours may be more similar -> ours of the same meaning."""
+"""Configuration key -> the argument that takes its place, for those that `ARGUMENT_KEYS` does not contain."""
+ARGUMENT_KEYS = {  # argument -> configuration key; {} is the algorithm's section
+    "model": "policy.model_name",
+    "precision": "policy.precision",
+    "max_length": "policy.max_total_sequence_length",
+    "learning_rate": "policy.optimizer.kwargs.lr",
+    "critic_learning_rate": "value.optimizer.kwargs.lr",
+    "max_new_tokens": "policy.generation.max_new_tokens",
+    "temperature": "policy.generation.temperature",
+    "stop_strings": "policy.generation.stop_strings",
+    "num_prompts_per_step": "{}.num_prompts_per_step",
+    "num_generations": "{}.num_generations_per_prompt",
+    "num_steps": "{}.max_num_steps",
+    "seed": "{}.seed",
+}
 
 
 # ---- further keywords
@@ -64,11 +78,17 @@ def _hint(name: str, algorithm: str, arguments: Collection[str], keys: Collectio
         return f"it is a key of train_{other}"
     if "." in name:
         return f"a key of the configuration is written {name.replace('.', '__')}"
-    if near := _OF_TRL.get(name) or nearest(name, arguments, 0.7) or nearest(name, [*arguments, *keys], 0.6):
+    if name not in OF_TRL and (near := nearest(name, arguments, 0.7) or nearest(name, [*arguments, *keys], 0.6)):
         return f"did you mean {near}?"
-    names = "docs/coming-from-trl.md and docs/coming-from-verl.md have the names of TRL and verl"
-    own = f"{', '.join(arguments)}, keys of the section {algorithm}, and keys of others as section__key"
-    return f"train_{algorithm} takes {own} ({names})"
+    if similar := similar_keys(f"{algorithm}.{name}", _CONFIGS[algorithm])[0]:
+        return f"did you mean {' or '.join(_keyword(key, algorithm) for key in similar)}?"
+    return "docs/guides/python.md lists the arguments; docs/coming-from-trl.md and docs/coming-from-verl.md translate those of TRL and verl"
+
+
+def _keyword(key: str, algorithm: str) -> str:
+    """Return the keyword of `train_<algorithm>` that sets a configuration key."""
+    own = _OWN_NAMES | {key.format(algorithm): argument for argument, key in ARGUMENT_KEYS.items()}
+    return own.get(key) or key.removeprefix(f"{algorithm}.").replace(".", "__")
 
 
 # ---- components and adapters

@@ -18,6 +18,7 @@ from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.callbacks import Callback, Callbacks, checked_callbacks
 from nemo_rl_cpp.algorithms.parts import RunData
 from nemo_rl_cpp.api.arguments import (
+    ARGUMENT_KEYS,
     TASK,
     Keys,
     component_keys,
@@ -180,20 +181,6 @@ def train_ppo(
     return _train_call("ppo", _DEFAULTS | given | first | more)
 
 
-_KEYS = {  # argument -> configuration key; {} is the algorithm's section
-    "model": "policy.model_name",
-    "precision": "policy.precision",
-    "max_length": "policy.max_total_sequence_length",
-    "learning_rate": "policy.optimizer.kwargs.lr",
-    "critic_learning_rate": "value.optimizer.kwargs.lr",
-    "max_new_tokens": "policy.generation.max_new_tokens",
-    "temperature": "policy.generation.temperature",
-    "stop_strings": "policy.generation.stop_strings",
-    "num_prompts_per_step": "{}.num_prompts_per_step",
-    "num_generations": "{}.num_generations_per_prompt",
-    "num_steps": "{}.max_num_steps",
-    "seed": "{}.seed",
-}
 _RESUME = {True: "must", False: "never", None: "auto", "must": "must", "never": "never", "auto": "auto"}
 
 
@@ -235,7 +222,7 @@ def _given(algorithm: str, arguments: Mapping[str, Any]) -> Keys:
         values["critic_learning_rate"] = 3 * rate
     if values.get("critic_learning_rate") is None:
         values.pop("critic_learning_rate", None)
-    return {key.format(algorithm): (name, values[name]) for name, key in _KEYS.items() if name in values}
+    return {key.format(algorithm): (name, values[name]) for name, key in ARGUMENT_KEYS.items() if name in values}
 
 
 def _folders(arguments: Mapping[str, Any]) -> Keys:

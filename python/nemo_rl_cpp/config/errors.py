@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -124,6 +125,63 @@ KINDS = {
 """The kinds of configuration. The name of a kind is also the section that identifies its files."""
 
 
+OF_TRL = {
+    "beta": "loss_fn.reference_policy_kl_penalty", "bf16": "policy.precision", "delta": "loss_fn.ratio_clip_c",
+    "epsilon": "loss_fn.ratio_clip_max", "epsilon_high": "loss_fn.ratio_clip_max", "eval_dataset": "data.validation",
+    "eval_steps": "{}.val_period", "generation_batch_size": "{}.num_prompts_per_step",
+    "gradient_accumulation_steps": "policy.train_global_batch_size", "hub_model_id": "checkpointing.push_to_hub",
+    "gradient_checkpointing": "policy.dtensor_cfg.activation_checkpointing", "loss_type": "loss_fn.name",
+    "logging_dir": "logger.log_dir", "lr": "policy.optimizer.kwargs.lr", "lr_scheduler_type": "policy.scheduler",
+    "mask_truncated_completions": "{}.overlong_filtering", "max_completion_length": "policy.generation.max_new_tokens",
+    "max_prompt_length": "data.max_input_seq_length", "max_steps": "{}.max_num_steps",
+    "num_generations_eval": "{}.val_num_generations_per_prompt", "num_train_epochs": "{}.max_num_epochs",
+    "optim": "policy.optimizer.name", "output_dir": "checkpointing.checkpoint_dir",
+    "peft_config": "policy.dtensor_cfg.lora_cfg", "per_device_train_batch_size": "policy.train_micro_batch_size",
+    "processing_class": "policy.tokenizer.name", "report_to": "logger.wandb_enabled",
+    "save_only_model": "checkpointing.save_optimizer", "save_steps": "checkpointing.save_period",
+    "save_total_limit": "checkpointing.keep_top_k", "scale_rewards": "{}.normalize_rewards",
+    "train_dataset": "data.train.data_path", "use_vllm": "policy.generation.vllm_cfg.python", "warmup_ratio": "policy.scheduler", "warmup_steps": "policy.scheduler",
+}  # fmt: skip
+"""Names of TRL and others, to which another key may be more similar -> the key of the same meaning. {} is the section
+of the algorithm."""
+_LONG_LIST = 300
+"""Characters of a list of keys above which an error message does not contain the list."""
+
+
+def similar_keys(dotted: str, model: type[Section]) -> tuple[list[str], bool]:
+    """Return (known keys of `model` that the unknown key `dotted` may mean, whether it is in the wrong section)."""
+    parent, _, name = dotted.rpartition(".")
+    prefix, section = f"{parent}." if parent else "", dotted.partition(".")[0]
+    known, useful = model.known_keys(), model.useful_keys()
+    kind = next((kind for kind in KINDS if kind in model.model_fields), "")
+    if (ours := OF_TRL.get(name, "").format(kind)) in known:
+        return [ours], not ours.startswith(prefix)
+    names = (name, f"{name}_cfg") if name != "enabled" else ()  # every feature has that key
+    # in the same section, else in the same part of the file, else nearest to its top
+    distance = lambda key: (not key.startswith(prefix), not key.startswith(section), key.count("."), len(key), key)  # noqa: E731
+    if (slip := nearest(dotted, known - useful, 0.95)) is not None:
+        return [slip], False
+    for keys in (useful, known):
+        every = keys | {spelling for spelling, canonical in model.aliases() if canonical in keys}
+        here = _names_below(prefix, every)
+        others = [key for key in every if not dotted.startswith(f"{key}.")]
+        same = min((key for key in keys if key.rpartition(".")[2] in names), key=distance, default="")
+        elsewhere = [same] if same else having_words(name, others) if "_" in name else []
+        close = [] if same.startswith(prefix) and same else having_words(name, here) or nearest(name, here, 0.7)
+        if elsewhere and not close:
+            return elsewhere, True
+        if near := having_words(name, here) or list(filter(None, [nearest(name, here, 0.55)])):
+            return [prefix + key for key in near], False
+        if far := nearest(dotted, others, 0.8):
+            return [far], False
+    return [], False
+
+
+def _names_below(prefix: str, keys: Iterable[str]) -> list[str]:
+    inside = (key.removeprefix(prefix) for key in keys if key.startswith(prefix))
+    return sorted(key for key in inside if "." not in key)
+
+
 def unknown_key(dotted: str, model: type[Section]) -> str:
     """Return the error message for the unknown key `dotted`, which suggests a similar known key if there is one."""
     parent, _, name = dotted.rpartition(".")
@@ -137,31 +195,20 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
         return f"is unknown here{own} (configurations with a section {section} are run by examples/{KINDS[section].script}.py)"
     if name == "_override_":
         return "works in a section at the top of the file only, not deeper"
-    known, useful = model.known_keys(), model.useful_keys()
     prefix = f"{parent}." if parent else ""
-    names = (name, f"{name}_cfg") if name != "enabled" else ()  # every feature has that key
-    # in the same section, else in the same part of the file, else nearest to its top
-    distance = lambda key: (not key.startswith(prefix), not key.startswith(section), key.count("."), len(key), key)  # noqa: E731
-    if (slip := nearest(dotted, known - useful, 0.95)) is not None:
-        return f"is unknown; did you mean {slip.removeprefix(prefix)}?"
-    for keys in (useful, known):
-        every = keys | {spelling for spelling, canonical in model.aliases() if canonical in keys}
-        inside = (key.removeprefix(prefix) for key in every if key.startswith(prefix))
-        here = sorted(key for key in inside if "." not in key)
-        others = [key for key in every if not dotted.startswith(f"{key}.")]
-        same = min((key for key in keys if key.rpartition(".")[2] in names), key=distance, default="")
-        elsewhere = [same] if same else having_words(name, others) if "_" in name else []
-        close = [] if same.startswith(prefix) and same else having_words(name, here) or nearest(name, here, 0.7)
-        if elsewhere and not close:
-            return f"is unknown here; did you mean {' or '.join(elsewhere)}?"
-        if near := did_you_mean(name, here, cutoff=0.55):
-            return f"is unknown; {near}"
-        if far := nearest(dotted, others, 0.8):
-            return f"is unknown; did you mean {far}?"
+    near, elsewhere = similar_keys(dotted, model)
+    if near:
+        shown = (key if elsewhere or "." in key.removeprefix(prefix) else key.removeprefix(prefix) for key in near)
+        return f"is unknown{' here' if elsewhere else ''}; did you mean {' or '.join(shown)}?"
+    known = model.known_keys()
+    here = _names_below(prefix, known | {spelling for spelling, canonical in model.aliases() if canonical in known})
     place = parent or ("the file" if "cluster" in model.model_fields else "the section")
-    if not here and model.takes_own_key(dotted):
-        return "is unknown"
-    return f"is unknown; {place} " + (f"knows {', '.join(here)}" if here else "takes no keys")
+    if not here:
+        return "is unknown" if model.takes_own_key(dotted) else f"is unknown; {place} takes no keys"
+    listed = ", ".join(here)
+    return f"is unknown; {place} knows " + (
+        listed if len(listed) <= _LONG_LIST else f"{len(here)} keys, see docs/configuration.md"
+    )
 
 
 # ---- errors of pydantic

@@ -61,6 +61,11 @@ def test_error_for_an_unknown_key_without_a_similar_key_suggests_nothing(theirs)
     assert "is unknown; policy.dtensor_cfg.lora_cfg knows alpha, dim" in problem and "did you mean" not in problem
 
 
+def test_error_for_an_unknown_key_lists_no_long_section():
+    (problem,) = problems(overrides=["grpo.xyzzy=8"])
+    assert re.search(r"grpo.xyzzy is unknown; grpo knows \d+ keys, see docs/configuration.md", problem)
+
+
 @pytest.mark.parametrize(
     "override, meant",
     [("policy.lora.enabled=true", "policy.dtensor_cfg.lora_cfg"), ("policy.lora_cfg.dim=8", "policy.dtensor_cfg.lora_cfg"),
@@ -81,6 +86,7 @@ def test_error_for_a_key_in_the_wrong_section_suggests_the_nearest_section_with_
      ("loss_fn.ppo_kl_coeff=0.1", "ppo_kl_coef"), ("policy.generation.stop=[a]", "stop_strings or stop_token_ids"),
      ("policy.generation.max_tokens=9", "max_new_tokens"), ("policy.max_seq_len=9", "max_total_sequence_length"),
      ("loss_fn.clip=0.1", "ratio_clip_c or ratio_clip_max or ratio_clip_min"), ("logger.wandb_project=p", "logger.wandb.project"),
+     ("grpo.save_steps=5", "checkpointing.save_period"), ("grpo.eval_steps=5", "val_period"), ("policy.max_steps=5", "grpo.max_num_steps"),
      ("++value_loss_fn.scale=1", "loss_fn"), ("checkpointing.save_interval=9", "save_period or ft_save_period"), ("policy.lora_rank=8", "policy.dtensor_cfg.lora_cfg.dim")],
 )  # fmt: skip
 def test_error_for_an_unknown_key_suggests_valid_keys_with_similar_meaning(override, meant):

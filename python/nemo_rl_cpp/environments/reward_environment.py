@@ -42,15 +42,20 @@ def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
     ]
 
 
+_LARGEST = torch.finfo(torch.float32).max
+
+
 def finite_number(value: object, what: str, otherwise: str = "") -> float:
-    """Return `value` as a float. Raise ValueError if it is not a finite number; the message begins with `what` and ends
-    with `otherwise`, such as " or None"."""
+    """Return `value` as a float. Raise ValueError if it is not a finite number that fits into float32; the message
+    begins with `what` and ends with `otherwise`, such as " or None"."""
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"{what} is {described(value)}; it must be a finite number{otherwise}")
+    if abs(number) > _LARGEST:
+        raise ValueError(f"{what} is {described(value)}; it must be a number of at most {_LARGEST:.4g}{otherwise}")
     return number
 
 
@@ -102,7 +107,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         parts: dict[str, torch.Tensor] = {}
         for function, (name, weight) in zip(self._functions, self.weight_of_name.items()):
             part = torch.zeros(len(metadata), dtype=torch.float32)
-            with user_code(f"reward function {name}", partial(_missing_column, columns)):
+            with user_code(f"reward function {name}", partial(_advice, columns)):
                 returned = call_user(function, **_asked_for(function, name, columns))
             for row, value in enumerate(rewards_of(name, returned, len(metadata))):
                 if value is not None:
@@ -149,8 +154,11 @@ def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns
     return {key: value for key, value in columns.items() if key in names}
 
 
-def _missing_column(columns: Columns, error: BaseException) -> str:
-    """Return a hint if `error` is a KeyError about a column that the samples do not have, otherwise ""."""
+def _advice(columns: Columns, error: BaseException) -> str:
+    """Return a hint if `error` is about a column that the samples do not have, or about a text that the function takes
+    for a list of messages, as TRL passes it; otherwise ""."""
+    if str(error).startswith(("string indices must be", "string index out of")):
+        return "prompts and completions are texts here, also for conversations"
     if not isinstance(error, KeyError) or not error.args or error.args[0] in columns:
         return ""
     return f"the samples have no column {error.args[0]!r}, they have {', '.join(sorted(columns))}"

@@ -95,6 +95,7 @@ def test_reward_functions_may_return_any_kind_of_sequence(values):
     (torch.zeros(3, 1), r"but returned a Tensor of shape \(3, 1\)"),
     ([1, 2], "returned 2 rewards for 3 completions"),
     ([1, 2, math.nan], "the reward of mine for completion 2 is nan; it must be a finite number or None"),
+    ([1, 2, 1e300], "the reward of mine for completion 2 is 1e.300; it must be a number of at most 3.403e.38 or None"),
     ([1, math.inf, 2], "completion 1 is inf"),
     ([1, "2", 3], "completion 1 is '2'"),
     ([1, [2], 3], "completion 1 is a list"),

@@ -30,6 +30,11 @@ def missing(completions, **columns):
     return columns["answer"]
 
 
+def test_reward_function_for_trl_messages_gets_a_hint_that_completions_are_texts():
+    error = caught(scored, lambda completions, **columns: [len(each[0]["content"]) for each in completions])
+    assert str(error).endswith("; prompts and completions are texts here, also for conversations")
+
+
 def test_exception_in_user_code_keeps_its_type_and_names_the_line_that_raised_the_exception():
     error = caught(scored, missing)
     assert isinstance(error, KeyError) and isinstance(error, UserCodeError)

@@ -237,7 +237,7 @@ def build_run(
             config=config, state=state, algorithm=algorithm, tokenizer=tokenizer, environments=made.environments,
             policy=policy, critic=critic, teachers=teachers, collector=collector, advantages=advantages, loss_fn=loss_fn, cluster=cluster,
             engine_cluster=engine_cluster, timer=timer, log=parts.make_log(config, logger, timer, policy),
-            terminal=Terminal(Progress(steps, state.step), Alerts(to_plain(config))),
+            terminal=Terminal(Progress(steps, state.step, has_rollouts=algorithm.has_rollouts), Alerts(to_plain(config))),
             report=parts.make_report(config, logger, tokenizer), checkpoints=checkpoints,
             validation=parts.make_validation(config, policy, loss_fn, tokenizer, made, collector, logger, timer),
             callbacks=callbacks or Callbacks(),

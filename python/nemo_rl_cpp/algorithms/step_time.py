@@ -77,6 +77,13 @@ class Shape:
         new = min(policy.generation.max_new_tokens or longest, longest - prompt)
         return cls(loop.num_prompts_per_step, loop.num_generations_per_prompt, prompt, new)
 
+    @classmethod
+    def largest(cls, config: TrainMasterConfig) -> Shape:
+        """Return a shape with at least as many tokens as any step has."""
+        shape = cls.of(config, None)
+        longest = config.policy.generation.effective_max_model_len(config.policy.max_total_sequence_length)
+        return replace(shape, new=max(shape.new, min(config.policy.generation.max_new_tokens or longest, longest)))
+
     def in_micro_batches(self, model: TrainedModelConfig) -> Shape:
         """Return the shape of the work of training `model`: each prompt counts once for every micro-batch that has
         responses to it, because each of these micro-batches computes the prompt."""
@@ -348,11 +355,14 @@ def time_text(config: TrainMasterConfig, steps: int, least: float = 0.0) -> str 
     the steps have fewer than `least` floating-point operations, or if the measurement fails, by a lack of memory
     perhaps: the run may still train."""
     try:
-        lengths = mean_lengths(config)
-        shape = Shape.of(config, lengths)
         costs = {section: Costs.of(folder.native()) for section, folder in _folders(config).items()}
         each = dict.fromkeys(costs, Rates(decode=1.0, score=1.0, train=3.0, update=0.0))
-        if steps * sum(step_time(config, shape, costs, each, kept=0.0)) < least:
+        operations = lambda shape: steps * sum(step_time(config, shape, costs, each, kept=0.0))  # noqa: E731
+        if operations(Shape.largest(config)) < least:  # without reading the data set
+            return None
+        lengths = mean_lengths(config)
+        shape = Shape.of(config, lengths)
+        if operations(shape) < least:
             return None
         generation, training = measured_step_time(config, shape)
     except Exception:  # noqa: BLE001 - see above

@@ -50,6 +50,8 @@ def _training(config: TrainMasterConfig) -> Iterator[tuple[str, str]]:
     ends = loop.max_num_epochs is not None and not config.data.use_multiple_dataloader
     epochs = f" or {loop.max_num_epochs} epochs" if ends else ""
     each = f"{loop.num_prompts_per_step} prompts with {loop.num_generations_per_prompt} answers each"
+    if config.algorithm == "sft":
+        each = f"{loop.num_prompts_per_step} rows"
     yield "steps", f"{loop.max_num_steps}{epochs}, of {each}"
     yield "device", _device(config)
     yield "memory", _memory(config)

@@ -35,7 +35,7 @@ _FIRST = {
     "validation": "validating",
     "generation": "generating the first responses",
     "value_training": "training the critic",
-    "policy_training": "training on the first responses",
+    "policy_training": "training on the first batch",
 }
 """Phase -> the text that is printed when it begins in the first step, if there is no live line."""
 
@@ -46,9 +46,10 @@ class Progress:
     "plain" (one line per step), or None to choose by the kind of output."""
 
     def __init__(
-        self, total_steps: int, start_step: int = 0, mode: str | None = None, console: Console | None = None
-    ) -> None:
-        """Start the display of a run of `total_steps` steps on `console` (None: stdout)."""
+        self, total_steps: int, start_step: int = 0, mode: str | None = None, console: Console | None = None,
+        has_rollouts: bool = True,
+    ) -> None:  # fmt: skip
+        """Start the display of a run of `total_steps` steps, with rollouts or without, on `console` (None: stdout)."""
         self.total_steps = total_steps
         self.mode = mode or _choose_mode(console)
         self._console = console
@@ -59,7 +60,7 @@ class Progress:
         self._first_step_end: float | None = None
         self._live: Live | None = None
         self._display: DisplayHandle | None = None
-        self._said: set[str] = set()
+        self._said = set() if has_rollouts else {"generation"}
         if self.mode == "live":
             self._start_live()
         elif self.mode == "notebook":

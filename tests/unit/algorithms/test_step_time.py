@@ -96,6 +96,15 @@ def test_step_time_estimate_assumes_responses_of_the_maximum_length():
     assert Shape.of(answers, None) == Shape(answers.sft.num_prompts_per_step, 1, 0, 50)
 
 
+def test_forecast_of_a_short_run_reads_no_rows(monkeypatch):
+    calls, config = [], load_grpo_config("configs/grpo_tiny.yaml")
+    monkeypatch.setattr(forecast, "mean_lengths", calls.append)
+    assert forecast.time_text(config, 20, forecast.LONG_RUN) is None and not calls
+    assert Shape.largest(config) == Shape(32, 8, 15, 3)  # more than the mean of the prompts, and the longest responses
+    forecast.time_text(config, 20)
+    assert calls == [config]
+
+
 @pytest.mark.parametrize(
     "kind",
     [EXPERTS, RECURRENT, MAMBA2, LATENT | {"model_type": "deepseek_v3", "n_routed_experts": 8, "n_group": 1}],

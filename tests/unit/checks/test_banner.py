@@ -3,7 +3,7 @@
 import nemo_rl_cpp.checks.banner as banner
 import pytest
 from nemo_rl_cpp.checks.banner import banner_lines, rows_of
-from nemo_rl_cpp.config import load_grpo_config
+from nemo_rl_cpp.config import load_grpo_config, load_sft_config
 from nemo_rl_cpp.models.memory import certain_bytes
 
 
@@ -31,6 +31,10 @@ def test_start_banner_of_a_run_lists_model_steps_device_memory_and_folders(tmp_p
     assert rows["report"] == f"file://{logs}/exp_007/report.html"
     # 50 * 51 / 2 unordered pairs of 1 to 50, and those off the diagonal twice, less what is held out
     assert rows["data"].startswith("arithmetic, ") and rows["data"].endswith("; validation: arithmetic, 256 rows")
+
+
+def test_start_banner_of_supervised_fine_tuning_counts_rows():
+    assert lines_of(load_sft_config("configs/sft_arithmetic_smollm2.yaml"))[1]["steps"].endswith("of 32 rows")
 
 
 def test_start_banner_of_a_lora_run_has_a_lora_line_and_a_smaller_memory_estimate():

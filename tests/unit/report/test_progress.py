@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.report.progress import Progress
+from nemo_rl_cpp.stages import stages_shown
 from rich.console import Console
 
 
@@ -84,3 +85,11 @@ def test_progress_line_is_updated_in_place_in_a_notebook(monkeypatch):
     progress.phase("generation")
     progress.step(1, {"reward": 1.0})
     assert len(shown) == 3 and shown[1].startswith("step 0/2 | generation") and shown[2].startswith("step 1/2")
+
+
+def test_first_phases_of_a_run_without_rollouts_do_not_mention_generation(capsys):
+    for has_rollouts in (True, False):
+        with stages_shown():
+            progress = Progress(3, mode="plain", has_rollouts=has_rollouts)
+            progress.phase("generation"), progress.phase("policy_training")
+        assert ("generating" in (shown := capsys.readouterr().out)) == has_rollouts and "first batch" in shown

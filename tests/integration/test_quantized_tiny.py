@@ -1,5 +1,6 @@
 """Runs of LoRA over a quantised base: bit-exact log-probabilities, and checkpoints that hold only the adapter."""
 
+import nemo_rl_cpp
 import pytest
 import tiny
 import torch
@@ -90,6 +91,8 @@ def test_adapter_only_checkpoint_loads_with_its_base_model_but_not_as_a_full_mod
     assert torch.equal(C.Trainer(frozen(tmp_path / "weights", torch.bfloat16)).logits(ids), expected)
     with pytest.raises(ValueError, match="holds an adapter and no weights: name its base tiny-random"):
         tiny.make(tmp_path, *ON, f"policy.model_name={tmp_path / 'weights'}", "policy.hf_config_overrides={}")
+    with pytest.raises(ValueError, match="holds an adapter and no weights: name its base tiny-random"):
+        nemo_rl_cpp.Model(str(tmp_path / "weights"))
     with pytest.raises(ValueError, match="it holds adapter/, an adapter of tiny-random in q8_0: .*merge_and_unload"):
         export_gguf(tmp_path / "weights", tmp_path / "a.gguf", "q8_0")
 

@@ -38,6 +38,7 @@ class Model:
             raise ValueError(f"precision is one of {', '.join(DTYPES)}, not {precision!r}")
         seed = whole_number("seed", seed, -(2**62), 2**62)
         self.folder = open_model_folder(model_name(name), overrides, seed=seed, key="name")
+        self.folder.check_trains(name)
         self.folder.check_weights()
         path = self.folder.path
         self.tokenizer = tiny_tokenizer() if path is None else Tokenizer.from_pretrained(path, section="")

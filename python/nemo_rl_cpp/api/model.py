@@ -111,7 +111,7 @@ class TextWriter:
             raise ValueError(f"prompt {index} has {longest} tokens: no room to answer within {of}")
         index = torch.arange(len(logs))
         inputs = BatchedDataDict(
-            input_ids=torch.nn.utils.rnn.pad_sequence(rows, True, self.tokenizer.pad_token_id),
+            input_ids=torch.nn.utils.rnn.pad_sequence(rows, True, self.tokenizer.pad_token_id or 0),
             input_lengths=lengths,
             draw_ids=index // n,
             sample_index=index % n,
@@ -188,6 +188,7 @@ def load(model: str | Path, *, precision: str | None = None, max_length: int | N
         keys["generation.vllm_cfg.max_model_len"] = ("max_length", max_length)
     config = eval_config(keys)
     tokenizer = get_tokenizer(config.tokenizer, section="tokenizer")
+    tokenizer.section = ""  # the caller has no such section
     return LoadedModel(name, folder, precision, tokenizer, config, make_generation(config, tokenizer, "max_length"))
 
 

@@ -224,7 +224,10 @@ def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]
         yield Finding("error", use.key, f"{text}give a model that shares the policy's tokens")
     elif largest >= size:
         text = f"is {name}, whose tokens have ids up to {largest}, but the model {use.name} has a vocabulary of {size}"
-        yield Finding("error", use.tokenizer_key, f"{text}: use the tokenizer of that model")
+        remedy = "use the tokenizer of that model"
+        if name == use.name:
+            remedy = "remove the others from tokenizer.json and tokenizer_config.json, or add embeddings for them (resize_token_embeddings)"
+        yield Finding("error", use.tokenizer_key, f"{text}: {remedy}")
     elif count < _MUCH_SMALLER * size and use.name != sources.TINY_RANDOM:
         text = f"is {name}, which has {count} tokens, while the model {use.name} has a vocabulary of {size}"
         yield Finding("warning", use.tokenizer_key, f"{text}: is it the tokenizer of that model?")

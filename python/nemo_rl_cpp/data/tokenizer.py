@@ -203,8 +203,12 @@ class Tokenizer(tokenizer_settings.SpecialTokens):
                 raise ValueError(f"the tokenizer has the chat templates {sorted(templates)}: name one of them")
         template = given if given is not None else templates
         if template is None:
-            key = f"{self.section or 'policy.tokenizer'}.chat_template"
-            remedy = f"set {key} to null (contents as they are) or a .jinja file, or use raw_completion_data_processor"
+            remedy = "give a text, which needs none, instead of messages"
+            if self.section:
+                key = f"{self.section}.chat_template"
+                remedy = (
+                    f"set {key} to null (contents as they are) or a .jinja file, or use raw_completion_data_processor"
+                )
             raise ValueError(f"the tokenizer {self.name_or_path or ''!r} has no chat template: {remedy}")
         return template
 

@@ -30,12 +30,13 @@ class RaggedBatch(MutableMapping[str, Any]):
         width: S, the width of padded tensors, at least the length of the longest sample."""
 
     def __init__(
-        self, offsets: Tensor, tokens: dict[str, Tensor], samples: dict[str, object], *, pad_token_id: int = 0, width: int = 0
+        self, offsets: Tensor, tokens: dict[str, Tensor], samples: dict[str, object], *, pad_token_id: int | None = 0,
+        width: int = 0,
     ) -> None:  # fmt: skip
         self.offsets = offsets
         self.tokens = tokens
         self.samples = samples
-        self.pad_token_id = pad_token_id
+        self.pad_token_id = pad_token_id or 0
         self.width = max(width, int(self.lengths.max()) if self.size else 0)
 
     @classmethod

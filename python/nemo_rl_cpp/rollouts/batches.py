@@ -150,7 +150,7 @@ def spoken_by_assistant(message: Message) -> bool:
 
 
 def build_train_batch(
-    samples: Rollouts | BatchedDataDict, *, pad_token_id: int, divisible_by: int = 1, overlong_filtering: bool = False,
+    samples: Rollouts | BatchedDataDict, *, pad_token_id: int | None, divisible_by: int = 1, overlong_filtering: bool = False,
     is_trained: Callable[[Message], bool] = sampled_by_policy,
 ) -> TrainBatch:  # fmt: skip
     """Return finished rollouts with rewards as one ragged batch, whose padded width S is a multiple of `divisible_by`.

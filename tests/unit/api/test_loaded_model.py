@@ -1,5 +1,8 @@
 """load and evaluate: a run's folder writes what its training would, and is scored as the functions say."""
 
+import json
+import shutil
+
 import nemo_rl_cpp
 import pytest
 import torch
@@ -117,6 +120,20 @@ def test_evaluate_with_several_responses_per_prompt_returns_pass_at_k(model):
     alone = nemo_rl_cpp.evaluate(model, ROWS, starts_with, n=8, k=1, temperature=1.0, max_new_tokens=1, seed=1)
     assert len(found.samples) == 160 and found.metric == "pass@4"
     assert found.score > alone.score == pytest.approx(alone.mean_reward)
+
+
+def test_model_without_end_and_pad_tokens_and_chat_template_continues_texts(model, tmp_path):
+    folder = shutil.copytree(model.folder, tmp_path / "plain")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    kept = {name: value for name, value in settings.items() if name not in ("eos_token", "pad_token", "chat_template")}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kept))
+    for name in ("special_tokens_map.json", "generation_config.json"):
+        (folder / name).unlink()
+    plain = nemo_rl_cpp.load(folder)
+    assert plain.tokenizer.pad_token_id is None
+    assert [len(text) > 0 for text in plain.generate(["12=", "3="], max_new_tokens=3)] == [True, True]
+    with pytest.raises(ValueError, match="has no chat template: give a text, which needs none, instead of messages"):
+        plain.chat("12=")
 
 
 @pytest.mark.parametrize(("call", "words"), [

@@ -165,7 +165,7 @@ def test_overlong_penalty_that_starts_beyond_the_longest_response_gives_a_warnin
 def test_tokenizer_with_more_token_ids_than_the_models_vocabulary_is_an_error(model):
     write_tokenizer(model, 40, added=[40])
     text = f"is {model}, whose tokens have ids up to 40, but the model {model} has a vocabulary of 40"
-    assert f"policy.tokenizer.name {text}" in only(grpo(model))
+    assert f"policy.tokenizer.name {text}: remove the others from tokenizer.json" in only(grpo(model))
     write_tokenizer(model, 39, added=[39])
     assert said(grpo(model)) == []
 

@@ -46,6 +46,7 @@ def make_bases(root: Path) -> dict[str, Path]:
             **{**SMALL, "hidden_size": 64}, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48, mamba_n_heads=4, mamba_d_state=16,
             layer_types=["linear_attention", "full_attention"],
         ),
+        "ministral3": hf.Ministral3Config(**SMALL, head_dim=16, rope_parameters=YARN | {"original_max_position_embeddings": 64, "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}),
         "granite_moe": hf.GraniteMoeConfig(**{**SMALL, "hidden_size": 64}, num_local_experts=4, residual_multiplier=0.3),
         "gemma2": hf.Gemma2Config(**SMALL, head_dim=16, sliding_window=8, final_logit_softcapping=3.0),
         "gemma3": hf.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
@@ -259,7 +260,7 @@ def _attention_everywhere(weights):
 WHOLE = {
     "gemma3 with images": of("gemma3", _with_images),
     "llama": of("llama"), "qwen2": of("qwen2"), "qwen3": of("qwen3"), "tied": of("tied"), "mistral": of("mistral"), "olmo2": of("olmo2"), "gelu": of("gelu"),
-    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "granite_4", "granite_4_moe", "granite_moe", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "nemotron_h", "nemotron_h_moe", "glm4_moe", "deepseek_v3", "moonlight", "glm4_moe_lite")},
+    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "granite_4", "granite_4_moe", "granite_moe", "ministral3", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "nemotron_h", "nemotron_h_moe", "glm4_moe", "deepseek_v3", "moonlight", "glm4_moe_lite")},
     "glm4_moe with a layer that predicts more tokens": of("glm4_moe", lambda f: f.tensors(lambda w: w | {"model.layers.2.eh_proj.weight": torch.ones(32, 64)})),
     "deepseek_v3 as released folders have it": of("deepseek_v3", lambda f: f.config(["head_dim", "qk_head_dim"]).format_4({"type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0} | without(YARN, "rope_type"), num_nextn_predict_layers=1, topk_method="noaux_tc")),
     "glm4_moe_lite as released folders have it": of("glm4_moe_lite", lambda f: f.config(["mlp_layer_types", "qk_head_dim"], first_k_dense_replace=1, num_nextn_predict_layers=1, partial_rotary_factor=1.0)),

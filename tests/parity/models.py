@@ -150,6 +150,10 @@ def configurations() -> dict:
             **nemotron_h | dict(mamba_head_dim=48, n_groups=1, conv_kernel=2, ssm_state_size=32, time_step_min=0.4),
             time_step_limit=(0.4, float("inf")), layers_block_type=layers("-*MM"),
         ),
+        "ministral3": hf.Ministral3Config(
+            **BASE, head_dim=16,
+            rope_parameters=yarn | dict(original_max_position_embeddings=128, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
+        ),
         "granite_experts": hf.GraniteMoeConfig(
             **phi3 | dict(intermediate_size=40), **granite, num_local_experts=6, num_experts_per_tok=3, tie_word_embeddings=True,
         ),

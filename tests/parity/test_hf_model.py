@@ -175,7 +175,7 @@ def test_weights_after_ten_adamw_steps_match_torch_adamw(name, freezes, tmp_path
         "deepseek_v3", "deepseek_v3_queries_without_latent", "glm4_moe_lite", "glm4_moe_lite_layers", "qwen3_5",
         "qwen3_5_tied_other_layers", "qwen3_5_moe", "qwen3_5_moe_tied_other_layers", "qwen3_next",
         "qwen3_next_tied_other_layers", "gpt_oss", "nemotron_h", "nemotron_h_other_layers", "nemotron_h_experts",
-        "nemotron_h_latent_experts", "nemotron_h_groups_of_experts", "granite_4", "granite_4_of_attention", "granite_4_other_layers", "granite_4_experts", "granite_experts",
+        "nemotron_h_latent_experts", "nemotron_h_groups_of_experts", "granite_4", "granite_4_of_attention", "granite_4_other_layers", "granite_4_experts", "granite_experts", "ministral3",
     ],
 )  # fmt: skip
 def test_saved_checkpoint_gives_the_same_logits_in_transformers(name, tmp_path):

@@ -192,6 +192,7 @@ WITH_A_TEXT_SECTION = {
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
     "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "mistral3": ("ministral3", "Ministral3ForCausalLM"),
 }
 """model_type of a vision-language model -> model_type and class of its text_config. Only the text model is computed."""
 
@@ -210,6 +211,10 @@ _GPT_OSS_ROPE = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
+_MINISTRAL_ROPE = {
+    "rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 _QWEN3_5_LAYERS = Architecture(
     "Qwen3_5Text", _DEFAULTS["qwen3_5_text"], biases=(), qk_norm="head", norm_offset=1.0, partial_rotary=True,
     layer_types=lambda form: _listed(form, form["full_attention_interval"], RECURRENT), lists_layers=True, output_gate=True,
@@ -223,6 +228,9 @@ _SIGMOID_EXPERTS = Experts("n_routed_experts", shared="n_shared_experts", shared
 SUPPORTED_ARCHITECTURES = {
     "llama": Architecture("Llama", _DEFAULTS["llama"], biases=("attention", "mlp")),
     "mistral": Architecture("Mistral", _DEFAULTS["mistral"], biases=(), layer_types=_sliding_unless_listed),
+    "ministral3": Architecture(
+        "Ministral3", _DEFAULTS["ministral3"], biases=(), rope_theta=1000000.0, rope_section=_MINISTRAL_ROPE, only={"sliding_window": None}
+    ),
     "olmo2": Architecture("Olmo2", _DEFAULTS["olmo2"], qk_norm="whole", norms=_BEHIND),
     "olmo3": Architecture(
         "Olmo3", _DEFAULTS["olmo3"], qk_norm="whole", norms=_BEHIND, layer_types=lambda form: _listed(form, 4),

@@ -174,6 +174,8 @@ def text_section(config: Mapping[str, Plain]) -> Mapping[str, Plain]:
     if known is None:
         return config
     expect(isinstance(section, Mapping), "text_config", section, "the section of the text model")
+    if section.get("model_type") == "mistral":  # Mistral Small 3.1
+        known = ("mistral", "MistralForCausalLM")
     above = ("tie_word_embeddings", "quantization_config", "eos_token_id")
     named = {"model_type": known[0], "architectures": [known[1]]}
     return {**section, **{key: config[key] for key in above if key in config}, **named}
@@ -365,7 +367,11 @@ def check_layers(form: Mapping[str, Plain]) -> None:
 
 
 def max_positions(config: Mapping[str, Plain]) -> int:
-    """Return the longest sequence that the model has positions for, in tokens, including RoPE scaling as in vLLM."""
+    """Return the longest sequence that the model has positions for, in tokens, including RoPE scaling as in vLLM. From
+    position original_max_position_embeddings on, Ministral 3 scales queries by the position, which is not computed."""
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("llama_4_scaling_beta"):
+        return int(scaling["original_max_position_embeddings"])
     positions, factor = rope.position_factor(rope.of_kind(config, FULL))
     return int((positions or config["max_position_embeddings"]) * factor)
 
@@ -380,7 +386,9 @@ def check_length(config: Mapping[str, Plain], length: int, key: str, model: str)
         of_pretraining, factor = rope.position_factor(rope.of_kind(config, FULL))
         scaled = f", with its rope scaling by {factor:g}" if factor != 1 else ""
         advice = ""
-        if name == "max_total_sequence_length":  # an evaluation has no section with hf_config_overrides
+        if (config.get("rope_scaling") or {}).get("llama_4_scaling_beta"):
+            scaled = "; llama_4_scaling_beta scales the queries of later positions, which is not computed"
+        elif name == "max_total_sequence_length":  # an evaluation has no section with hf_config_overrides
             raises = "max_position_embeddings" if of_pretraining is None else "rope_scaling.factor"
             advice = f", or set {section}.hf_config_overrides.{raises} if the model can do more"
         raise ModelFolderError(

@@ -4,7 +4,14 @@ import math
 
 import pytest
 from nemo_rl_cpp.hub.sources import ModelFolderError
-from nemo_rl_cpp.models.hf_config import TINY_CONFIG, canonical_config, config_remarks, max_positions, native_config
+from nemo_rl_cpp.models.hf_config import (
+    TINY_CONFIG,
+    canonical_config,
+    check_length,
+    config_remarks,
+    max_positions,
+    native_config,
+)
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 
 QWEN = {
@@ -230,3 +237,19 @@ def test_arbitrary_model_config_values_are_accepted_or_give_an_error_with_a_mess
                 native_config(canonical_config(*arguments), max_length=8)
             except ModelFolderError as refusal:
                 assert "\n" not in str(refusal)
+
+
+@pytest.mark.parametrize("kind", ["ministral3", "mistral"])
+def test_text_model_of_a_mistral3_is_read_from_its_section(kind):
+    text = {"model_type": kind, "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}
+    whole = {"model_type": "mistral3", "vision_config": {"model_type": "pixtral"}, "text_config": text}
+    assert canonical_config(whole) == canonical_config(text) | {"architectures": [f"{kind.capitalize()}ForCausalLM"]}
+
+
+def test_sequences_in_which_ministral_3_would_scale_queries_are_an_error():
+    config = canonical_config({"model_type": "ministral3"})
+    check_length(config, 16384, "policy.max_total_sequence_length", "it")
+    with pytest.raises(
+        ModelFolderError, match="is 16385, but it has positions for 16384 tokens .*llama_4_scaling_beta"
+    ):
+        check_length(config, 16385, "policy.max_total_sequence_length", "it")

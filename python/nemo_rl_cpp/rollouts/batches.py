@@ -203,14 +203,15 @@ def add_logprobs(
     Return the metric `stale_samples`.
 
     `prev_logprobs` are added if `Policy.skips_prev_logprobs` is False, if a sample is stale, if
-    `seq_logprob_error_threshold` compares them with `generation_logprobs`, or if an estimator reads log-probabilities
-    and the policy is trained on messages that it did not generate. With `bypass_mode` they are `generation_logprobs`,
-    unless one of the last two reasons applies. A sample is stale if the policy has been trained since its
-    `weight_version`; steps before `loop.first_policy_step` do not train it. Stale samples keep the log-probabilities of
-    the policy that sampled them, unless the loss of an asynchronous run corrects them by importance sampling."""
+    `seq_logprob_error_threshold` compares them with `generation_logprobs`, or if an estimator or a selection of tokens
+    reads log-probabilities and the policy is trained on messages that it did not generate. With `bypass_mode` they are
+    `generation_logprobs`, unless one of the last two reasons applies. A sample is stale if the policy has been trained
+    since its `weight_version`; steps before `loop.first_policy_step` do not train it. The sampled tokens of stale
+    samples keep the log-probabilities of the policy that sampled them, unless the loss of an asynchronous run corrects
+    them by importance sampling."""
     estimator, has_reference = loop.adv_estimator.name, loss.reference_policy_kl_penalty != 0
-    by_name = estimator in ("opd", "optimal_token_baseline") or is_user_defined(estimator)
-    reads_logprobs = by_name or (has_reference and loss.use_kl_in_reward)
+    by_name = estimator in ("opd", "optimal_token_baseline") or loss.name in ("clip_cov", "kl_cov")
+    reads_logprobs = by_name or is_user_defined(estimator) or (has_reference and loss.use_kl_in_reward)
     first = loop.first_policy_step
     versions = batch.samples.get("weight_version", torch.full((batch.size,), weight_version)).clamp(min=first)
     stale = versions != max(weight_version, first)
@@ -220,7 +221,10 @@ def add_logprobs(
     if compared or lacking or (needed and not loss.bypass_mode):
         logprobs = batch.ragged(policy.get_logprobs(batch)["logprobs"])
         if stale.any() and loop.trajectory_age == 0:
-            logprobs = torch.where(batch.by_token(stale), batch.generation_logprobs.to(logprobs.dtype), logprobs)
+            kept = batch.by_token(stale)
+            if batch.lacks_generation_logprobs:
+                kept &= batch.generation_logprobs != 0  # messages that were not generated have 0
+            logprobs = torch.where(kept, batch.generation_logprobs.to(logprobs.dtype), logprobs)
         batch.prev_logprobs = logprobs
     elif needed:
         batch.prev_logprobs = batch.generation_logprobs

@@ -64,11 +64,19 @@ def test_stale_samples_use_generation_logprobs_as_old_logprobs_if_staleness_is_n
     assert data["prev_logprobs"].tolist() == [[first] * 3, [-1.0] * 3]
 
 
+def test_tokens_of_stale_samples_that_were_not_generated_get_recomputed_old_logprobs():
+    policy, data = Policy(exact=True), batch(versions=(4, 5))
+    data.lacks_generation_logprobs = True
+    data.tokens["generation_logprobs"][:2] = 0
+    add(policy, data)
+    assert data["prev_logprobs"].tolist() == [[-1.0, -1.0, -3.0], [-1.0] * 3]
+
+
 @pytest.mark.parametrize("settings, reads", [
     ({"kl": 0.01}, False), ({"kl": 0.01, "use_kl_in_reward": True}, True), ({"estimator": "mine.Estimator"}, True),
-    ({"estimator": "opd"}, True),
+    ({"estimator": "opd"}, True), ({"name": "clip_cov"}, True), ({"name": "kl_cov"}, True),
 ])  # fmt: skip
-def test_old_logprobs_are_computed_for_missing_generation_logprobs_if_the_estimator_needs_them(settings, reads):
+def test_old_logprobs_are_computed_for_missing_generation_logprobs_if_they_are_needed(settings, reads):
     for lacks in (False, True):
         policy, data = Policy(exact=True), batch()
         data.lacks_generation_logprobs = lacks

@@ -16,6 +16,7 @@ from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.hub.sources import SourceError, resolve_model
 from nemo_rl_cpp.models.gguf_export import export_gguf
+from nemo_rl_cpp.models.hf_config import read_config
 from nemo_rl_cpp.models.model_folder import read_model_folder, tiny_random
 from nemo_rl_cpp.models.weight_files import decoded, raw_tensors, split_experts, weight_files
 from nemo_rl_cpp.models.weights import initialize_weights, save_weights
@@ -209,8 +210,10 @@ def test_corrupt_and_unsupported_gguf_files_are_errors_and_leave_no_converted_fo
     config = load_grpo_config("grpo_tiny.yaml", [f"policy.model_name={file}", f"policy.tokenizer.name={file}"])
     [problem] = check(config)
     assert problem.level == "error" and "is not a whole GGUF file" in problem.message
-    for parts, said in ((1, "of the architecture 'mamba', which is not read; llama, qwen2"), (3, "one of 3 parts")):
-        writer = gguf.GGUFWriter(file, "mamba")
+    little, big = gguf.GGUFEndian.LITTLE, gguf.GGUFEndian.BIG
+    reason = "of the architecture 'mamba', which is not read; llama, qwen2"
+    for order, parts, said in ((little, 1, reason), (little, 3, "one of 3 parts"), (big, 1, "for big-endian machines")):
+        writer = gguf.GGUFWriter(file, "mamba", endianess=order)
         writer.add_uint16("split.count", parts)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -218,3 +221,24 @@ def test_corrupt_and_unsupported_gguf_files_are_errors_and_leave_no_converted_fo
         with pytest.raises(SourceError, match=said):
             resolve_model(file)
     assert not list((tmp_path / "cache/models").iterdir())
+
+
+def test_omitted_metadata_of_a_gguf_file_have_the_defaults_of_llama_cpp(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    for name in ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"):
+        writer.add_uint32(f"llama.{name}", 32)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32("llama.rope.scale_linear", 2.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["a", "b", "ab"])
+    writer.add_token_merges(["a b"])
+    writer.add_eot_token_id(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    folder = resolve_model(tmp_path / "model.gguf")
+    config = read_config(folder)
+    assert config["num_key_value_heads"] == 32
+    assert config["rope_scaling"]["rope_type"] == "linear" and config["rope_scaling"]["factor"] == 2
+    assert Tokenizer.from_pretrained(folder).eos_token_ids == [1]

@@ -88,6 +88,8 @@ def _short(value: float) -> float:
 
 def model_config(reader: GGUFReader) -> dict[str, Plain]:
     """Return the model's config.json. Raise UnsupportedGgufError for an architecture that cannot be converted."""
+    if reader.endianess == gguf.GGUFEndian.BIG:
+        raise UnsupportedGgufError("the GGUF file is for big-endian machines: take the little-endian one")
     if (parts := _value(reader, "split.count", 1)) > 1:
         raise UnsupportedGgufError(
             f"the GGUF file is one of {parts} parts of a model: join them with llama.cpp's `llama-gguf-split --merge`"
@@ -102,7 +104,8 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
     config: dict[str, Plain] = {"architectures": [f"{title}ForCausalLM"], "model_type": model_type}
     for source, name in CONFIG_KEYS.items():
         if architecture != "qwen35moe" or source != "feed_forward_length":  # experts alone have no such length
-            config[name] = int(_value(reader, f"{{arch}}.{source}"))
+            default = config.get("num_attention_heads") if source == "attention.head_count_kv" else None
+            config[name] = int(_value(reader, f"{{arch}}.{source}", default))
     if architecture.startswith("qwen35"):
         _add_recurrence(reader, config)
     heads, width = config["num_attention_heads"], config["hidden_size"]
@@ -163,7 +166,8 @@ def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
     """Set rope_scaling in `config`. The factors of the types llama3 and longrope are tensors of the file."""
     tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.name.startswith("rope_f")}
     original = _value(reader, "{arch}.rope.scaling.original_context_length")
-    kind = _value(reader, "{arch}.rope.scaling.type", "none")
+    factor = _value(reader, "{arch}.rope.scaling.factor", _value(reader, "{arch}.rope.scale_linear"))
+    kind = _value(reader, "{arch}.rope.scaling.type", "linear" if factor else "none")  # as in llama.cpp
     if "rope_freqs.weight" in tensors:
         factors = tensors["rope_freqs.weight"].data.reshape(-1).astype(np.float64)
         config["rope_scaling"] = _llama3_scaling(factors, config["rope_theta"])
@@ -173,11 +177,11 @@ def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
             for which in ("long", "short")
         }
         config["rope_scaling"] = {"type": "longrope", **factors}
-        if (factor := _value(reader, "{arch}.rope.scaling.attn_factor")) is not None:
-            config["rope_scaling"]["attention_factor"] = _short(factor)
+        if (attention_factor := _value(reader, "{arch}.rope.scaling.attn_factor")) is not None:
+            config["rope_scaling"]["attention_factor"] = _short(attention_factor)
         config["original_max_position_embeddings"] = int(original or config["max_position_embeddings"])
     elif kind in ("linear", "yarn"):
-        scaling: dict[str, Plain] = {"rope_type": kind, "factor": _short(_value(reader, "{arch}.rope.scaling.factor"))}
+        scaling: dict[str, Plain] = {"rope_type": kind, "factor": _short(factor)}
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = int(original or config["max_position_embeddings"])
             for name in ("beta_fast", "beta_slow"):
@@ -279,7 +283,8 @@ def _tokenizer(reader: GGUFReader) -> tuple[Tokenizer, list[str]]:
     kind = _value(reader, "tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise UnsupportedGgufError(f"the GGUF file's tokenizer is a {kind!r}, which is not read; gpt2 and llama are")
-    tokens, kinds = _value(reader, "tokenizer.ggml.tokens"), _value(reader, "tokenizer.ggml.token_type")
+    tokens = _value(reader, "tokenizer.ggml.tokens")
+    kinds = _value(reader, "tokenizer.ggml.token_type", [TokenType.NORMAL] * len(tokens))
     vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != TokenType.UNUSED}
     tokenizer = (_byte_level if kind == "gpt2" else _sentencepiece)(reader, vocab)
     control = [token for token, flag in zip(tokens, kinds) if flag == TokenType.CONTROL]
@@ -332,7 +337,7 @@ def _write_description(reader: GGUFReader, folder: Path) -> dict[str, Plain]:
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     turn = _value(reader, "tokenizer.ggml.eot_token_id")
     if turn not in (None, ends["eos_token_id"]):
-        ends["eos_token_id"] = [ends["eos_token_id"], turn]
+        ends["eos_token_id"] = [end for end in (ends["eos_token_id"], turn) if end is not None]
     for name, data in (("config.json", config), ("generation_config.json", ends)):
         (folder / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     return config

@@ -76,8 +76,9 @@ def make_component(
 ) -> Made:
     """Make a component from `found`: a class, a function, or an object with the method `method`. A class is constructed
     with the user's arguments `kwargs` and those of `sections` that its __init__ takes; a function or an object gets
-    `kwargs` in each call. Raise LoadingError if the method is missing; the message names the component (`what`) and the
-    base class to derive it from (`base`)."""
+    `kwargs` in each call. Every call gets those of `sections` for which the function has a parameter. Raise
+    LoadingError if the method is missing; the message names the component (`what`) and the base class to derive it from
+    (`base`)."""
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise LoadingError(f"{what} lacks {' and '.join(missing)}, which {base} asks for")
     with user_code(what):
@@ -92,8 +93,13 @@ def make_component(
     if not callable(function):
         raise LoadingError(f"{what} is {described(found)} without {method}: derive it from {base}, or give a function")
 
+    named = {p.name: sections[p.name] for p in _parameters(function) or () if p.name in sections}
+
     def call(**inputs: object) -> Any:
-        taken, optional = _taken(function, inputs), (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        taken, optional = (
+            _taken(function, inputs) | named,
+            (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD),
+        )
         required = {p.name for p in _parameters(function) or () if p.default is p.empty and p.kind not in optional}
         if missing := sorted(required.difference(taken, kwargs)):
             raise ValueError(f"{what} asks for {', '.join(missing)}, but its inputs are {', '.join(inputs)}")

@@ -86,6 +86,15 @@ def test_custom_loss_receives_the_arguments_that_its_signature_names():
     assert gradient.tolist() == [[-0.5, -0.5], [-0.5, -0.5]] and metrics == {"own_loss_samples": 2.0}
 
 
+def test_custom_loss_function_can_read_the_section_of_its_keys():
+    leaf = torch.zeros(2, 2, requires_grad=True)
+    loss = OwnLoss(
+        lambda next_token_logprobs, loss_config: (next_token_logprobs + loss_config.ratio_clip_min).sum(), SECTION
+    )
+    value, _ = loss(data={}, global_valid_seqs=None, global_valid_toks=None, next_token_logprobs=leaf)
+    assert value.item() == pytest.approx(4 * SECTION.ratio_clip_min)
+
+
 @pytest.mark.parametrize(("given", "words"), [
     (lambda logprobs, data: 3.0, "asks for logprobs, but its inputs are data, global_valid_seqs, global_valid_toks, next_token_logprobs"),
     (lambda data: 3.0, "must return a scalar tensor, or .scalar tensor, metrics., but returned 3.0"),

@@ -63,8 +63,8 @@ class Shape:
     @classmethod
     def of(cls, config: TrainMasterConfig, lengths: Lengths | None) -> Shape:
         """Return the shape of a step in which every response has the maximum length, and every prompt the mean length
-        in `lengths` (None: the maximum length). In supervised fine-tuning, `lengths` also has the mean length of the
-        responses."""
+        in `lengths`. If that is None, prompts fill the rest of the longest sequence, and no step takes longer. In
+        supervised fine-tuning, `lengths` also has the mean length of the responses."""
         policy, loop = config.policy, config.loop
         longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
         most = min(config.data.max_input_seq_length or longest, longest - 1)
@@ -73,16 +73,10 @@ class Shape:
             whole = min(known.prompt, longest)  # longer rows are cut
             answer = min(known.answer, whole)
             return cls(loop.num_prompts_per_step, 1, round(whole - answer), max(1, round(answer)))
-        prompt = max(1, round(min(known.prompt, longest - 1)))
-        new = min(policy.generation.max_new_tokens or longest, longest - prompt)
+        new = min(policy.generation.max_new_tokens or longest, longest - 1)
+        prompt = min(most, longest - new) if lengths is None else max(1, round(min(known.prompt, longest - 1)))
+        new = min(new, longest - prompt)
         return cls(loop.num_prompts_per_step, loop.num_generations_per_prompt, prompt, new)
-
-    @classmethod
-    def largest(cls, config: TrainMasterConfig) -> Shape:
-        """Return a shape with at least as many tokens as any step has."""
-        shape = cls.of(config, None)
-        longest = config.policy.generation.effective_max_model_len(config.policy.max_total_sequence_length)
-        return replace(shape, new=max(shape.new, min(config.policy.generation.max_new_tokens or longest, longest)))
 
     def in_micro_batches(self, model: TrainedModelConfig) -> Shape:
         """Return the shape of the work of training `model`: each prompt counts once for every micro-batch that has
@@ -358,7 +352,7 @@ def time_text(config: TrainMasterConfig, steps: int, least: float = 0.0) -> str 
         costs = {section: Costs.of(folder.native()) for section, folder in _folders(config).items()}
         each = dict.fromkeys(costs, Rates(decode=1.0, score=1.0, train=3.0, update=0.0))
         operations = lambda shape: steps * sum(step_time(config, shape, costs, each, kept=0.0))  # noqa: E731
-        if operations(Shape.largest(config)) < least:  # without reading the data set
+        if operations(Shape.of(config, None)) < least:  # without reading the data set
             return None
         lengths = mean_lengths(config)
         shape = Shape.of(config, lengths)

@@ -87,7 +87,7 @@ def test_step_time_estimate_assumes_responses_of_the_maximum_length():
     config = load_grpo_config("configs/grpo_tiny.yaml")
     lengths = mean_lengths(config)
     assert lengths == (4, 0) and Shape.of(config, lengths) == Shape(32, 8, 4, 3)  # as "123>"
-    assert Shape.of(config, None) == Shape(32, 8, 15, 1)  # prompts of max_total_sequence_length, 16
+    assert Shape.of(config, None) == Shape(32, 8, 13, 3)  # sequences of max_total_sequence_length, 16
     answers = load_sft_config("configs/sft_arithmetic_smollm2.yaml")
     assert Shape.of(answers, Lengths(30.0, 4.0)) == Shape(answers.sft.num_prompts_per_step, 1, 26, 4)
     limit = answers.policy.max_total_sequence_length
@@ -100,7 +100,6 @@ def test_forecast_of_a_short_run_reads_no_rows(monkeypatch):
     calls, config = [], load_grpo_config("configs/grpo_tiny.yaml")
     monkeypatch.setattr(forecast, "mean_lengths", calls.append)
     assert forecast.time_text(config, 20, forecast.LONG_RUN) is None and not calls
-    assert Shape.largest(config) == Shape(32, 8, 15, 3)  # more than the mean of the prompts, and the longest responses
     forecast.time_text(config, 20)
     assert calls == [config]
 

@@ -130,7 +130,7 @@ class LayerKinds:
         fused_mlps: whether only the MLPs have a fused matrix (gate_up_proj), as in Granite 4, whose shared experts have
             no gate.
         recurrent: the indices of the recurrent layers.
-        mamba: whether the recurrent layers have Mamba-2 instead of a gated delta net.
+        mamba: whether the recurrent layers have Mamba-2 instead of a gated delta net, as always with `mlps`.
         latent: whether keys and values are computed from a shared low-dimensional vector (multi-head latent attention).
         latent_queries: whether queries are also computed from a low-dimensional vector.
         experts: the indices of the layers with experts. They have no MLP, but may have a shared expert.
@@ -172,7 +172,7 @@ class LayerKinds:
         is_gated = has_experts and self.shared == "shared_expert" and not self.fused and not self.fused_mlps
         missing |= set() if is_gated else {"shared_expert_gate"}
         missing |= set(_OF_AN_MLP) if has_experts and not self.shared else set()
-        missing |= set(OF_A_DELTA_NET) if self.mamba else {"in_proj"}
+        missing |= set(OF_A_DELTA_NET) if self.mamba or self.mlps is not None else {"in_proj"}
         if self.mlps is not None:
             missing = (missing - {"up_proj"}) | {"gate_proj", "gate_up_proj"}
         mixer = "linear_attn" if layer in self.recurrent else "self_attn"
@@ -227,7 +227,7 @@ def nothing_adapted(lora: Adapters, model_name: str, layers: LayerKinds) -> str:
 
 _MANY = 200  # more layers than any model has, to check patterns that name a layer
 _JOINED = LayerKinds(_MANY, fused=True)
-_JOINED_MAMBA = LayerKinds(_MANY, fused=True, recurrent=range(_MANY), mlps=(), mamba=True)
+_JOINED_MAMBA = LayerKinds(_MANY, fused=True, recurrent=range(_MANY), mlps=())
 _ANY_MODEL = (
     LayerKinds(_MANY), _JOINED, LayerKinds(_MANY, recurrent=range(_MANY)),
     LayerKinds(_MANY, latent=True), LayerKinds(_MANY, latent=True, latent_queries=True),

@@ -170,7 +170,7 @@ def load(model: str | Path, *, precision: str | None = None, max_length: int | N
     """Load a Hugging Face folder, a GGUF file, a packaged model, a name on the Hub, a checkpoint (`step_N`), or the
     newest checkpoint in a run's folder.
 
-    `precision` is "float32" or "bfloat16"; None: float32 if the files are float32, otherwise bfloat16. `max_length` is
+    `precision` is "float32" or "bfloat16"; None: float32 if config.json has this dtype, otherwise bfloat16. `max_length` is
     the maximum number of tokens of prompt and response together; None: 2048, or what the model supports if that is
     less. Raise ValueError if the model cannot be found or loaded."""
     name = model_name(model)

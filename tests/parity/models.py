@@ -226,7 +226,7 @@ def by_checkpoint_names(tensors: dict, model_type: str) -> dict:
             found |= of_key_heads(name, tensor)
             continue
         if model_type.startswith("granitemoe"):
-            block = "mlp.shared_expert" if any("block_sparse_moe" in each for each in tensors) else "mlp"
+            block = "mlp.shared_experts" if any("block_sparse_moe" in each for each in tensors) else "mlp"
             name = name.replace("block_sparse_moe", "mlp").replace("shared_mlp.output_linear", f"{block}.down_proj")
             if "shared_mlp.input_linear" in name:
                 names = (name.replace("shared_mlp.input_linear", f"{block}.{part}_proj") for part in ("gate", "up"))

@@ -94,12 +94,10 @@ def make_component(
         raise LoadingError(f"{what} is {described(found)} without {method}: derive it from {base}, or give a function")
 
     named = {p.name: sections[p.name] for p in _parameters(function) or () if p.name in sections}
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
     def call(**inputs: object) -> Any:
-        taken, optional = (
-            _taken(function, inputs) | named,
-            (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD),
-        )
+        taken = _taken(function, inputs) | named
         required = {p.name for p in _parameters(function) or () if p.default is p.empty and p.kind not in optional}
         if missing := sorted(required.difference(taken, kwargs)):
             raise ValueError(f"{what} asks for {', '.join(missing)}, but its inputs are {', '.join(inputs)}")

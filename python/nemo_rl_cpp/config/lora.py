@@ -127,14 +127,14 @@ class LayerKinds:
     Attributes:
         count: the number of layers.
         fused: whether the layers have fused matrices (qkv_proj, gate_up_proj) as in Phi 3, or joint adapters for them.
-        fused_mlps: whether only the MLPs have a fused matrix (gate_up_proj), as in Granite 4, whose shared experts have
-            no gate.
+        fused_mlps: whether only the MLPs have a fused matrix (gate_up_proj), as in Granite 4.
         recurrent: the indices of the recurrent layers.
         mamba: whether the recurrent layers have Mamba-2 instead of a gated delta net, as always with `mlps`.
         latent: whether keys and values are computed from a shared low-dimensional vector (multi-head latent attention).
         latent_queries: whether queries are also computed from a low-dimensional vector.
         experts: the indices of the layers with experts. They have no MLP, but may have a shared expert.
-        shared: the module name of the shared expert in these layers; empty: they have none.
+        shared: the module name of the shared expert in these layers: shared_expert if it has a gate, otherwise
+            shared_experts; empty: they have none.
         mlps: in Nemotron-H, whose layers have a mixer or an MLP (without a gate), the indices of the layers with an
             MLP or experts; None for other models, in which every layer has a mixer (such as attention) and an MLP."""
 
@@ -154,10 +154,10 @@ class LayerKinds:
         """Return the `LayerKinds` of a model. `joined` is whether the matrices q, k and v of a layer share one adapter,
         and gate and up another."""
         latent = sizes.kv_lora_rank > 0, sizes.q_lora_rank > 0
-        shared = "shared_experts" if sizes.has_router_biases else "shared_expert"
-        mlps = sizes.expert_layers, shared if sizes.shared_expert_size else "", sizes.mlp_layers or None
+        shared = sizes.native["experts"]["shared"] if sizes.shared_expert_size else ""
+        mlps = sizes.expert_layers, shared, sizes.mlp_layers or None
         fused = sizes.fused_tensors or joined
-        own = sizes.native.get("fused_mlps", False), "step_limits" in sizes.native.get("recurrent", {})
+        own = sizes.native["fused_mlps"], "step_limits" in sizes.native.get("recurrent", {})
         return cls(sizes.num_hidden_layers, fused, sizes.recurrent_layers, *latent, *mlps, *own)
 
     def matrices(self, layer: int) -> Iterator[str]:
@@ -169,7 +169,7 @@ class LayerKinds:
         missing |= {"q_proj"} if self.latent_queries else {"q_a_proj", "q_b_proj"}
         has_experts = layer in self.experts
         missing |= set() if has_experts else {"experts"}
-        is_gated = has_experts and self.shared == "shared_expert" and not self.fused and not self.fused_mlps
+        is_gated = has_experts and self.shared == "shared_expert" and not self.fused
         missing |= set() if is_gated else {"shared_expert_gate"}
         missing |= set(_OF_AN_MLP) if has_experts and not self.shared else set()
         missing |= set(OF_A_DELTA_NET) if self.mamba or self.mlps is not None else {"in_proj"}
@@ -226,8 +226,7 @@ def nothing_adapted(lora: Adapters, model_name: str, layers: LayerKinds) -> str:
 
 
 _MANY = 200  # more layers than any model has, to check patterns that name a layer
-_JOINED = LayerKinds(_MANY, fused=True)
-_JOINED_MAMBA = LayerKinds(_MANY, fused=True, recurrent=range(_MANY), mlps=())
+_JOINED, _JOINED_MAMBA = LayerKinds(_MANY, fused=True), LayerKinds(_MANY, fused=True, recurrent=range(_MANY), mlps=())
 _ANY_MODEL = (
     LayerKinds(_MANY), _JOINED, LayerKinds(_MANY, recurrent=range(_MANY)),
     LayerKinds(_MANY, latent=True), LayerKinds(_MANY, latent=True, latent_queries=True),

@@ -4,8 +4,8 @@ or attention, and the names of the matrices of MLPs and experts. Needs no torch.
 A checkpoint holds the matrices of a layer's MLP, or with E experts of its shared expert, under other names, and gate
 and up as one matrix, whose rows are first gate's, then up's:
 
-    shared_mlp.input_linear [2I, D]             -> mlp.gate_proj, mlp.up_proj, or those of mlp.shared_expert
-    shared_mlp.output_linear [D, I]             -> mlp.down_proj, or that of mlp.shared_expert
+    shared_mlp.input_linear [2I, D]             -> mlp.gate_proj, mlp.up_proj, or those of mlp.shared_experts
+    shared_mlp.output_linear [D, I]             -> mlp.down_proj, or that of mlp.shared_experts
     block_sparse_moe.input_linear [E, 2I, D]    -> mlp.experts.E.gate_proj, mlp.experts.E.up_proj
     block_sparse_moe.output_linear [E, D, I]    -> mlp.experts.E.down_proj
     block_sparse_moe.router.layer [E, D]        -> mlp.router
@@ -57,7 +57,7 @@ def split_mlps(
     """Yield the tensors of a checkpoint with the matrices of MLPs as the native core has them, and those of all experts
     as `weight_files.split_experts` reads them. `shapes` has the names of the native core's parameters. Entries of a
     file's header (`TensorEntry`) are split in the same way, without data."""
-    has_experts = f"{_FIRST}.shared_expert.down_proj.weight" in shapes
+    has_experts = f"{_FIRST}.shared_experts.down_proj.weight" in shapes
     for given, tensor in tensors:
         name = re.sub(r"block_sparse_moe\.router\.(layer\.)?", "mlp.router.", our_name(given, has_experts))
         if found := re.fullmatch(r"(.*)block_sparse_moe\.(input|output)_linear\.weight", name):
@@ -103,7 +103,7 @@ def our_name(name: str, has_experts: bool) -> str:
     """Return the native core's name of a tensor or module of an MLP that a checkpoint or PEFT names `name`;
     gate_up_proj are gate_proj and up_proj. Other names are returned unchanged."""
     name = re.sub(r"\bblock_sparse_moe\.experts(?!\.\d)", "mlp.experts", name)  # Mixtral's experts have numbers
-    block = "mlp.shared_expert" if has_experts else "mlp"
+    block = "mlp.shared_experts" if has_experts else "mlp"
     return re.sub(r"\bshared_mlp\.(\w+)", lambda found: f"{block}.{_MATRICES.get(found[1], found[1])}", name)
 
 
@@ -111,5 +111,5 @@ def checkpoint_name(name: str) -> str:
     """Return the name in a checkpoint, and in PEFT, of the tensor or module that the native core names `name`."""
     name = name.replace(".mlp.experts", ".block_sparse_moe.experts")
     for theirs, ours in _MATRICES.items():
-        name = re.sub(rf"\.mlp\.(shared_expert\.)?{ours}\b", f".shared_mlp.{theirs}", name)
+        name = re.sub(rf"\.mlp\.(shared_experts\.)?{ours}\b", f".shared_mlp.{theirs}", name)
     return name

@@ -367,11 +367,7 @@ def check_layers(form: Mapping[str, Plain]) -> None:
 
 
 def max_positions(config: Mapping[str, Plain]) -> int:
-    """Return the longest sequence that the model has positions for, in tokens, including RoPE scaling as in vLLM. From
-    position original_max_position_embeddings on, Ministral 3 scales queries by the position, which is not computed."""
-    scaling = config.get("rope_scaling") or {}
-    if scaling.get("llama_4_scaling_beta"):
-        return int(scaling["original_max_position_embeddings"])
+    """Return the longest sequence that the model has positions for, in tokens, including RoPE scaling as in vLLM."""
     positions, factor = rope.position_factor(rope.of_kind(config, FULL))
     return int((positions or config["max_position_embeddings"]) * factor)
 
@@ -386,7 +382,7 @@ def check_length(config: Mapping[str, Plain], length: int, key: str, model: str)
         of_pretraining, factor = rope.position_factor(rope.of_kind(config, FULL))
         scaled = f", with its rope scaling by {factor:g}" if factor != 1 else ""
         advice = ""
-        if (config.get("rope_scaling") or {}).get("llama_4_scaling_beta"):
+        if rope.scales_queries(config):
             scaled = "; llama_4_scaling_beta scales the queries of later positions, which is not computed"
         elif name == "max_total_sequence_length":  # an evaluation has no section with hf_config_overrides
             raises = "max_position_embeddings" if of_pretraining is None else "rope_scaling.factor"
@@ -477,7 +473,7 @@ def _experts(form: Mapping[str, Plain], experts: Experts) -> dict[str, Plain]:
         "renormalise": experts.renormalise is None or bool(form[experts.renormalise]),
         "shared_size": shared,
         "latent_size": form.get("moe_latent_size") or 0,
-        "shared": "shared_experts" if experts.sigmoid else "shared_expert",
+        "shared": "shared_expert" if experts.shared_gate else "shared_experts",
         "shared_gate": experts.shared_gate,
         **{name: getattr(experts, name) for name in ("has_biases", "block", "router", "gate", "up", "down")},
     }

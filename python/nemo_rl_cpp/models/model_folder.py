@@ -138,16 +138,19 @@ class ModelFolder:
                     f"{section}.megatron_cfg.peft.enabled is true, but its adapters are not supported for {' and '.join(reasons)} ({kind}): "
                     f"use {section}.dtensor_cfg.lora_cfg"
                 )
-        mixers = {"latent": "latent attention", "recurrent": "recurrent layers"}
-        what = next((name for part, name in mixers.items() if part in native), None)
-        what = "Mamba-2" if "step_limits" in native.get("recurrent", {}) else what
-        what = "matrices that hold gate and up" if native["fused_mlps"] else what
-        generation = None if what is None else getattr(model, "generation", None)
+        recurrent = native.get("recurrent")
+        unsent = {
+            "matrices that hold gate and up": native["fused_mlps"],
+            "Mamba-2": recurrent is not None and "step_limits" in recurrent,
+            "latent attention": "latent" in native,
+        }
+        reasons = [reason for reason, holds in unsent.items() if holds]
+        generation = getattr(model, "generation", None) if reasons or recurrent is not None else None
         if generation is None or not generation.runs_vllm:
             return
-        if what != mixers["recurrent"]:
+        if reasons:
             raise ModelFolderError(
-                f"{section}.generation.backend is vllm, but {kind} has {what}, whose weights are not sent to vLLM: set it to native"
+                f"{section}.generation.backend is vllm, but {kind} has {reasons[0]}, whose weights are not sent to vLLM: set it to native"
             )
         vllm = generation.vllm_cfg
         if vllm.server_url is not None:

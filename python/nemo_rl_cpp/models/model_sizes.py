@@ -258,6 +258,8 @@ def _known_models() -> Iterator[KnownModel]:
         for name, row in rows.items():
             more = row[len(_COLUMNS)] if len(row) > len(_COLUMNS) else {}
             config = {"model_type": model_type, "sliding_window": None, **dict(zip(_COLUMNS, row)), **more}
+            if "layer_types" in config:
+                config["layer_types"] = [{"M": "mamba", "*": "attention"}[letter] for letter in config["layer_types"]]
             yield KnownModel(name, model_type, config)
 
 

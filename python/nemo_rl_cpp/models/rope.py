@@ -237,15 +237,23 @@ def _said(config: Mapping[str, Plain], section: Plain) -> Plain:
     return {**section, "rope_theta": theta, "rope_type": _kind(section), "type": None}
 
 
+def scales_queries(form: Mapping[str, Plain]) -> bool:
+    """Return whether the model with this canonical config.json scales the queries of later positions (Ministral 3)."""
+    return bool((form.get("rope_scaling") or {}).get("llama_4_scaling_beta"))
+
+
 def position_factor(form: Mapping[str, Plain]) -> tuple[int | None, float]:
     """Return (positions, factor) for the RoPE scaling in `form`, a config.json in canonical form. Their product is the
     model's maximum length in vLLM. None for positions means max_position_embeddings.
 
     yarn scales original_max_position_embeddings, and linear scales max_position_embeddings. llama3 and longrope give
-    factor 1, because their max_position_embeddings is already the scaled length."""
+    factor 1, because their max_position_embeddings is already the scaled length. A model that scales queries has only
+    the positions before the first scaled one, because the native core does not compute this."""
     scaling = form["rope_scaling"]
     if scaling is None or scaling["rope_type"] in ("llama3", "longrope"):
         return None, 1.0
+    if scales_queries(form):
+        return scaling[_ORIGINAL], 1.0
     return (scaling[_ORIGINAL] if scaling["rope_type"] == "yarn" else None), float(scaling["factor"])
 
 

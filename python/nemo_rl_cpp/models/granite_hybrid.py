@@ -31,7 +31,6 @@ _KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
 """transformers 5's names of the kinds of layers -> those in released checkpoints, which older versions also read."""
 _FIRST = "model.layers.0.mlp"
 _MATRICES = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
-_EXPERT = re.compile(r"(.*)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
@@ -76,27 +75,23 @@ def split_mlps(
                 yield name.replace("gate_up_proj", part), half._replace(data=rows)
 
 
-def joined_mlps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) as in a checkpoint: the inverse of `split_mlps`. Each tensor is created only when it is
-    requested."""
+def joined_mlps(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) as in a checkpoint: the inverse of `split_mlps`. In `tensors` a matrix gate_proj stands
+    before its up_proj."""
     import torch
 
-    def with_up(gate: str) -> Tensor:
-        return torch.cat([tensors[gate], tensors[gate.replace("gate_proj", "up_proj")]])
-
-    experts: dict[str, list[str]] = {}  # the first matrices of a layer's experts
-    for name, tensor in tensors.items():
-        if found := _EXPERT.fullmatch(name):
-            if found[3] != "up":
-                matrix = "output_linear" if found[3] == "down" else "input_linear"
-                experts.setdefault(f"{found[1]}.block_sparse_moe.{matrix}.weight", []).append(name)
-        elif name.endswith(".gate_proj.weight"):
-            yield checkpoint_name(name.replace("gate_proj", "gate_up_proj")), with_up(name)
-        elif not name.endswith(".up_proj.weight"):
+    gates: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if name.endswith(".gate_proj.weight"):
+            gates[name] = tensor
+        elif name.endswith(".up_proj.weight"):
+            gate = gates.pop(name.replace("up_proj", "gate_proj"))
+            yield checkpoint_name(name.replace("up_proj", "gate_up_proj")), torch.cat([gate, tensor])
+        elif found := re.fullmatch(r"(.*)\bmlp\.experts\.(gate_up|down)_proj", name):
+            side = "output" if found[2] == "down" else "input"
+            yield f"{found[1]}block_sparse_moe.{side}_linear.weight", tensor
+        else:
             yield checkpoint_name(name.replace(".mlp.router.", ".block_sparse_moe.router.layer.")), tensor
-    for fused, names in experts.items():
-        join = with_up if "input_linear" in fused else tensors.__getitem__
-        yield fused, torch.stack([join(name) for name in names])
 
 
 def our_name(name: str, has_experts: bool) -> str:

@@ -178,11 +178,11 @@ def save_weights(
     size = 0
     written: Iterable[tuple[str, torch.Tensor]] = tensors.items()
     if weight_files.FUSED in tensors:
-        written = joined_experts(tensors)
+        written = joined_experts(tensors, is_gpt_oss=True)
     elif is_fused(config):
         written = joined_projections(tensors, config)
     elif config["model_type"] in granite_hybrid.MODEL_TYPES:
-        written = granite_hybrid.joined_mlps(tensors)
+        written = granite_hybrid.joined_mlps(joined_experts(tensors, is_gpt_oss=False))
     for name, tensor in written:
         if shards[-1] and size + tensor.nbytes > max_shard_bytes:
             shards.append({})
@@ -206,9 +206,10 @@ def save_weights(
 _EXPERT = re.compile(r"(.*mlp\.experts\.)\d+\.(gate|up|down)_proj\.(weight|bias)")
 
 
-def joined_experts(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) as in a checkpoint with fused experts (models/weight_files.py): the matrices of single
-    experts in `tensors` are stacked, all others are unchanged. Each tensor is created only when it is requested."""
+def joined_experts(tensors: Mapping[str, torch.Tensor], is_gpt_oss: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) as in a checkpoint with fused experts, the inverse of `weight_files.split_experts`: the
+    matrices of single experts in `tensors` are stacked, all others are unchanged. Each tensor is created only when it
+    is requested."""
     experts: dict[str, list[str]] = {}
     for name in tensors:
         if (found := _EXPERT.fullmatch(name)) is None:
@@ -218,12 +219,15 @@ def joined_experts(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, t
         if matrix != "up":
             fused = f"{prefix}{'down' if matrix == 'down' else 'gate_up'}_proj{'_bias' if kind == 'bias' else ''}"
             experts.setdefault(fused, []).append(name)
+
+    def whole(name: str) -> Tensor:
+        if "gate_proj" not in name:
+            return tensors[name]
+        parts = [tensors[name], tensors[name.replace("gate_proj", "up_proj")]]
+        return torch.stack(parts, dim=1).flatten(0, 1) if is_gpt_oss else torch.cat(parts)
+
     for fused, names in experts.items():
-        if "gate_up" not in fused:
-            yield fused, torch.stack([tensors[name].t() for name in names])
-            continue
-        pairs = (torch.stack([tensors[name], tensors[name.replace("gate_proj", "up_proj")]], dim=1) for name in names)
-        yield fused, torch.stack([pair.flatten(0, 1).t() for pair in pairs])
+        yield fused, torch.stack([whole(name).t() if is_gpt_oss else whole(name) for name in names])
 
 
 def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm_offset: float = 0.0) -> None:

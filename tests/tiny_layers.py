@@ -4,6 +4,8 @@ LAYERS = {
     "llama": {},
     "olmo3": {"sliding_window": 20},
     "smollm3": {"no_rope_layer_interval": 2},
+    "exaone4": {"sliding_window": 20, "sliding_window_pattern": 2},
+    "glm4": {},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2},
     "granitemoehybrid": {
         "layer_types": ["mamba", "attention"], "shared_intermediate_size": 96, "num_local_experts": 0, "mamba_n_heads": 4, "mamba_d_state": 16,

@@ -69,7 +69,7 @@ inline model::LatentConfig latent_from(const pybind11::dict& d) {
   model::LatentConfig c;
   auto get = [&](const char* key, auto& value) { value = d[key].cast<std::decay_t<decltype(value)>>(); };
   get("query_rank", c.query_rank), get("rank", c.rank), get("rope_dim", c.rope_dim);
-  get("value_dim", c.value_dim), get("interleaved", c.interleaved);
+  get("value_dim", c.value_dim);
   return c;
 }
 
@@ -91,7 +91,8 @@ inline model::ModelConfig config_from(const pybind11::dict& d) {
   c.norms = norms_from(d["norms"].cast<pybind11::dict>());
   c.activation = gate_from(d["activation"].cast<std::string>());
   get("value_head", c.value_head);
-  get("fused_tensors", c.fused_tensors), get("norm_offset", c.norm_offset);
+  get("fused_qkv", c.fused_qkv), get("fused_gate_up", c.fused_gate_up), get("norm_offset", c.norm_offset);
+  get("rope_interleaved", c.rope_interleaved);
   get("attention_scale", c.attention_scale), get("embedding_multiplier", c.embedding_multiplier),
       get("residual_multiplier", c.residual_multiplier), get("logit_multiplier", c.logit_multiplier);
   get("attention_softcap", c.attention_softcap), get("logit_softcap", c.logit_softcap);

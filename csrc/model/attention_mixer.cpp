@@ -14,7 +14,7 @@ std::vector<LayerTensor> AttentionMixer::tensors() const {
   const std::int64_t D = c.hidden_size, Q = c.query_size(), KV = key_size();
   constexpr int kRows = 0, kColumns = 1, kWhole = ParameterSpec::kWhole;
   std::vector<LayerTensor> all;
-  if (c.fused_tensors) all.push_back({&P::qkv_weight, {{"self_attn.qkv_proj.weight", Q + 2 * KV}}, D, kRows});
+  if (c.fused_qkv) all.push_back({&P::qkv_weight, {{"self_attn.qkv_proj.weight", Q + 2 * KV}}, D, kRows});
   else
     all.push_back({.field = &P::qkv_weight,
                    .parts = {{"self_attn.q_proj.weight", c.output_gate ? 2 * Q : Q},
@@ -73,7 +73,7 @@ at::Tensor AttentionMixer::query_part(const at::Tensor& raw, std::int64_t which)
 void AttentionMixer::rotate(const at::Tensor& qkv, const MixerStep& step, bool inverse) const {
   if (step.rope == nullptr) return;
   ops::rope(qkv, c_.num_heads + c_.num_kv_heads, c_.head_dim, step.positions, step.rope->cos(), step.rope->sin(),
-            inverse);
+            inverse, c_.rope_interleaved);
 }
 
 void AttentionMixer::normalise(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& y,

@@ -26,7 +26,8 @@ ModelConfig ModelConfig::sliced(TensorSlice part) const {
   NRL_CHECK_ARG(vocab_size >= part.size, "a vocabulary of ", vocab_size, " for ", part.size, " processes");
   NRL_CHECK_ARG(qk_norm != QkNorm::whole,
                 "tensor parallelism cannot split a norm over all heads of the queries or keys (OLMo 2)");
-  NRL_CHECK_ARG(!fused_tensors, "tensor parallelism cannot split tensors that hold queries, keys and values (Phi 3)");
+  NRL_CHECK_ARG(!fused_qkv && !fused_gate_up,
+                "tensor parallelism cannot split tensors that hold several matrices (Phi 3, GLM-4)");
   c.slice = part;
   return c;
 }

@@ -74,7 +74,6 @@ struct LatentConfig {
   std::int64_t rank = 0;        ///< columns of the latent of keys and values
   std::int64_t rope_dim = 0;    ///< R
   std::int64_t value_dim = 0;   ///< V', the size of a value head, at most H
-  bool interleaved = true;      ///< RoPE pairs adjacent dimensions (kernels/rope.h)
 };
 
 /// The tensor-parallel slice of the layers and of the vocabulary that a process holds.
@@ -114,8 +113,10 @@ struct ModelConfig {
   bool output_bias = false;  ///< o_proj has a bias: Llama with attention_bias
   bool output_gate = false;  ///< each query head has a gate, whose sigmoid multiplies the head's result: Qwen3.5
   bool mlp_bias = false;
-  bool attention_sinks = false;  ///< each head has a learned attention sink, a term of its softmax: gpt-oss
-  bool fused_tensors = false;    ///< the checkpoint has q, k, v in one tensor, and gate, up in one tensor: Phi 3
+  bool attention_sinks = false;   ///< each head has a learned attention sink, a term of its softmax: gpt-oss
+  bool fused_qkv = false;         ///< the checkpoint has q, k and v in one tensor: Phi 3
+  bool fused_gate_up = false;     ///< the checkpoint has gate and up in one tensor: Phi 3, GLM-4
+  bool rope_interleaved = false;  ///< RoPE pairs adjacent dimensions (kernels/rope.h): DeepSeek-V3, GLM-4, ERNIE 4.5
   QkNorm qk_norm = QkNorm::none;
   LayerNorms norms;
   kernels::Gate activation = kernels::Gate::silu;  ///< of the MLP's gate, or of an MLP without gate

@@ -27,9 +27,8 @@ Decoder::Decoder(ModelConfig config, DecoderParameters parameters, distributed::
                   2 * rope.inv_freq.size(), " dimensions of heads of ", config_.head_dim);
     ropes_.emplace_back(rope, device());
   }
-  NRL_CHECK_ARG(
-      !config_.output_gate || (config_.qk_norm == QkNorm::head && !config_.qkv_bias && !config_.fused_tensors),
-      "gates of attention come with norms of each query head, without biases and fused tensors");
+  NRL_CHECK_ARG(!config_.output_gate || (config_.qk_norm == QkNorm::head && !config_.qkv_bias && !config_.fused_qkv),
+                "gates of attention come with norms of each query head, without biases and fused tensors");
   for (std::int64_t l = 0; l < config_.num_layers(); ++l)
     mixers_.push_back(mixer_of(config_, l)), mlps_.push_back(mlp_of(config_, l));
   for (const auto& layer : config_.layers)

@@ -18,7 +18,7 @@ class DenseMlp : public Mlp {
     const std::int64_t D = c_.hidden_size, I = c_.intermediate_size;
     constexpr int kRows = 0, kColumns = 1, kWhole = ParameterSpec::kWhole;
     std::vector<LayerTensor> all;
-    if (c_.fused_tensors) all.push_back({&P::gate_up_weight, {{"mlp.gate_up_proj.weight", 2 * I}}, D, kRows});
+    if (c_.fused_gate_up) all.push_back({&P::gate_up_weight, {{"mlp.gate_up_proj.weight", 2 * I}}, D, kRows});
     else if (!kernels::has_gate(c_.activation))
       all.push_back({&P::gate_up_weight, {{"mlp.up_proj.weight", I}}, D, kRows});
     else all.push_back({&P::gate_up_weight, {{"mlp.gate_proj.weight", I}, {"mlp.up_proj.weight", I}}, D, kRows});

@@ -37,6 +37,8 @@ def make_bases(root: Path) -> dict[str, Path]:
         "mistral": hf.MistralConfig(**SMALL, head_dim=16, sliding_window=None), "olmo2": hf.Olmo2Config(**{**SMALL, "hidden_size": 64}),
         "window": hf.MistralConfig(**SMALL, head_dim=16, sliding_window=8), "olmo3": hf.Olmo3Config(**{**SMALL, "hidden_size": 64}, sliding_window=8),
         "smollm3": hf.SmolLM3Config(**{**SMALL, "hidden_size": 64}, no_rope_layer_interval=2), "phi3": hf.Phi3Config(**{**SMALL, "hidden_size": 64}),
+        "exaone4": hf.Exaone4Config(**{**SMALL, "hidden_size": 64}, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+        "seed_oss": hf.SeedOssConfig(**SMALL, head_dim=16), "ernie4_5": hf.Ernie4_5Config(**SMALL, head_dim=16), "glm4": hf.Glm4Config(**SMALL, head_dim=16),
         "granite": hf.GraniteConfig(**{**SMALL, "hidden_size": 64}, residual_multiplier=0.3, attention_multiplier=0.2, logits_scaling=4.0),
         "granite_4": hf.GraniteMoeHybridConfig(
             **{**SMALL, "hidden_size": 64}, shared_intermediate_size=48, num_local_experts=0, mamba_n_heads=4, mamba_d_state=16,
@@ -260,7 +262,7 @@ def _attention_everywhere(weights):
 WHOLE = {
     "gemma3 with images": of("gemma3", _with_images),
     "llama": of("llama"), "qwen2": of("qwen2"), "qwen3": of("qwen3"), "tied": of("tied"), "mistral": of("mistral"), "olmo2": of("olmo2"), "gelu": of("gelu"),
-    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "granite_4", "granite_4_moe", "granite_moe", "ministral3", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "nemotron_h", "nemotron_h_moe", "glm4_moe", "deepseek_v3", "moonlight", "glm4_moe_lite")},
+    **{name: of(name) for name in ("window", "olmo3", "smollm3", "exaone4", "seed_oss", "ernie4_5", "glm4", "granite", "granite_4", "granite_4_moe", "granite_moe", "ministral3", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "nemotron_h", "nemotron_h_moe", "glm4_moe", "deepseek_v3", "moonlight", "glm4_moe_lite")},
     "glm4_moe with a layer that predicts more tokens": of("glm4_moe", lambda f: f.tensors(lambda w: w | {"model.layers.2.eh_proj.weight": torch.ones(32, 64)})),
     "deepseek_v3 as released folders have it": of("deepseek_v3", lambda f: f.config(["head_dim", "qk_head_dim"]).format_4({"type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0} | without(YARN, "rope_type"), num_nextn_predict_layers=1, topk_method="noaux_tc")),
     "glm4_moe_lite as released folders have it": of("glm4_moe_lite", lambda f: f.config(["mlp_layer_types", "qk_head_dim"], first_k_dense_replace=1, num_nextn_predict_layers=1, partial_rotary_factor=1.0)),
@@ -268,6 +270,8 @@ WHOLE = {
     "nemotron_h as released folders have it": of("nemotron_h", lambda f: f.config(["layers_block_type"], hybrid_override_pattern="M-*M", num_hidden_layers=4)),
     "nemotron_h with experts as released folders have it": of("nemotron_h_moe", lambda f: f.config(["layers_block_type"], hybrid_override_pattern="ME*M", num_hidden_layers=4, mtp_hybrid_override_pattern="*E", rope_theta=10000, partial_rotary_factor=1.0).tensors(lambda w: w | {"mtp.layers.0.norm.weight": torch.ones(32)})),
     "nemotron_h, other names of layers": of("nemotron_h", lambda f: f.config(layers_block_type=["mamba", "mlp", "attention", "mamba"], time_step_limit=[0.0, float("inf")])),
+    "exaone4 as released folders have it": of("exaone4", lambda f: f.format_4(LLAMA3).config(sliding_window_pattern="LLLG")),
+    "glm4 as released folders have it": of("glm4", lambda f: f.format_4(partial_rotary_factor=0.5)),
     "granite_4 as released folders have it": of("granite_4", lambda f: f.config(["time_step_limit", "layers_block_type"], layer_types=["mamba", "attention"], num_experts_per_tok=0, position_embedding_type="nope", normalization_function="rmsnorm")),
     "granite_4, Mamba's sizes without a layer": of("granite_4", lambda f: f.config(layer_types=["attention", "attention"], mamba_n_heads=16, mamba_d_head=8).tensors(_attention_everywhere)),
     "mistral, windows in some layers": of("window", lambda f: f.config(layer_types=["full_attention", "sliding_attention"])),

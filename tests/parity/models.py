@@ -81,6 +81,21 @@ def configurations() -> dict:
             layer_types=["sliding_attention", "full_attention", "sliding_attention"], rope_parameters=nested(yarn),
         ),
         "smollm3": hf.SmolLM3Config(**{**BASE, "hidden_size": 64}, no_rope_layer_interval=2, tie_word_embeddings=True),
+        "exaone4": hf.Exaone4Config(
+            **{**BASE, "num_hidden_layers": 4, "hidden_size": 64}, sliding_window=9, sliding_window_pattern="LLLG", rope_parameters=llama3,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        ),
+        "exaone4_without_windows": hf.Exaone4Config(
+            **{**BASE, "hidden_size": 64}, sliding_window=None, tie_word_embeddings=True, rope_parameters=llama3, layer_types=["full_attention"] * 3,
+        ),
+        "seed_oss": hf.SeedOssConfig(**BASE, head_dim=16),
+        "seed_oss_other_biases": hf.SeedOssConfig(**BASE, head_dim=16, attention_bias=False, mlp_bias=True),
+        "ernie4_5": hf.Ernie4_5Config(**BASE, head_dim=16),
+        "glm4": hf.Glm4Config(**BASE, head_dim=16),
+        "glm4_other_rope": hf.Glm4Config(
+            **BASE, head_dim=24, attention_bias=False, tie_word_embeddings=True,
+            rope_parameters=dict(rope_type="default", rope_theta=700.0, partial_rotary_factor=1.0),
+        ),
         "granite": hf.GraniteConfig(**{**BASE, "hidden_size": 64}, **granite),
         "granite_tied_biases": hf.GraniteConfig(
             **{**BASE, "hidden_size": 64}, **granite, tie_word_embeddings=True, attention_bias=True, mlp_bias=True

@@ -8,7 +8,7 @@ from models import build, compute_in_float64, configurations
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.lora import LoraConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
-from nemo_rl_cpp.models.granite_hybrid import checkpoint_name
+from nemo_rl_cpp.models.granite_hybrid import MODEL_TYPES, checkpoint_name
 from nemo_rl_cpp.models.hf_config import read_config
 from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import read_model_folder
@@ -85,7 +85,7 @@ MIXTURES = [*DEFAULT_ROPE, "deepseek_v3", "gpt_oss"]
     "name, targets",
     [
         (name, targets)
-        for name in ("llama_tied", "llama_biases", "qwen2", "qwen3", "olmo2_gelu", "phi3", "granite", "qwen3_5")
+        for name in ("llama_tied", "llama_biases", "qwen2", "qwen3", "olmo2_gelu", "phi3", "granite", "glm4", "qwen3_5")
         for targets in (DENSE if name in ("llama_biases", "qwen3_5") else DENSE[:1])
     ]
     + [(name, targets) for name in (*DEFAULT_ROPE, *MAMBA) for targets in ("all", "experts")]
@@ -129,7 +129,8 @@ def megatrons(folder, **keys) -> Lora:
 def of_single_matrices(lora, leaves):
     """Return {transformers' module: (A, B)}. A joined adapter gives each of its modules the common A and the module's
     rows of B."""
-    name_of = checkpoint_name if lora.layers.fused_mlps else str if lora.layers.mlps is None else module_name
+    is_granite = lora.folder.config["model_type"] in MODEL_TYPES
+    name_of = checkpoint_name if is_granite else str if lora.layers.mlps is None else module_name
     found = {name_of(module): pair for module, pair in leaves.items()}
     for module, parts in lora.joined.items():
         a, b = found.pop(module)

@@ -61,7 +61,7 @@ class Adapters(Section):
     dtensor_cfg.enabled is true. See docs/lora.md."""
     target_modules: list[str] = []
     """With match_all_linear false: matrices that get an adapter. q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
-    down_proj (qkv_proj and gate_up_proj in Phi 3, gate_up_proj in Granite 4; q_a_proj, q_b_proj, kv_a_proj_with_mqa and kv_b_proj in latent
+    down_proj (qkv_proj and gate_up_proj in Phi 3, gate_up_proj in Granite 4 and GLM-4; q_a_proj, q_b_proj, kv_a_proj_with_mqa and kv_b_proj in latent
     attention; in_proj_qkv, in_proj_z, in_proj_b, in_proj_a and out_proj in recurrent layers, in_proj and out_proj in
     Mamba-2; shared_expert_gate in Qwen2-MoE), or names with wildcards such as `*.layers.0.*.q_proj`. In a layer with
     experts gate_proj, up_proj and down_proj are those of the shared expert, and experts are all experts. []: all except
@@ -127,7 +127,7 @@ class LayerKinds:
     Attributes:
         count: the number of layers.
         fused: whether the layers have fused matrices (qkv_proj, gate_up_proj) as in Phi 3, or joint adapters for them.
-        fused_mlps: whether only the MLPs have a fused matrix (gate_up_proj), as in Granite 4.
+        fused_mlps: whether only the MLPs have a fused matrix (gate_up_proj), as in Granite 4 and GLM-4.
         recurrent: the indices of the recurrent layers.
         mamba: whether the recurrent layers have Mamba-2 instead of a gated delta net, as always with `mlps`.
         latent: whether keys and values are computed from a shared low-dimensional vector (multi-head latent attention).
@@ -156,9 +156,9 @@ class LayerKinds:
         latent = sizes.kv_lora_rank > 0, sizes.q_lora_rank > 0
         shared = sizes.native["experts"]["shared"] if sizes.shared_expert_size else ""
         mlps = sizes.expert_layers, shared, sizes.mlp_layers or None
-        fused = sizes.fused_tensors or joined
-        own = sizes.native["fused_mlps"], "step_limits" in sizes.native.get("recurrent", {})
-        return cls(sizes.num_hidden_layers, fused, sizes.recurrent_layers, *latent, *mlps, *own)
+        fused, fused_mlps = sizes.native["fused_qkv"], sizes.native["fused_mlps"] or sizes.native["fused_gate_up"]
+        own = fused_mlps and not fused, "step_limits" in sizes.native.get("recurrent", {})
+        return cls(sizes.num_hidden_layers, fused or joined, sizes.recurrent_layers, *latent, *mlps, *own)
 
     def matrices(self, layer: int) -> Iterator[str]:
         """Yield the names (keys of MATRICES) of a layer's matrices that may have an adapter, in parameter order."""

@@ -45,6 +45,12 @@ def _smollm3_rotary(form: Form) -> list[bool]:
     return form.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(form["num_hidden_layers"])]
 
 
+def _exaone_layers(form: Form) -> list[str]:
+    if form["sliding_window"] is None:
+        return form.get("layer_types") or [FULL] * form["num_hidden_layers"]
+    return _listed(form, form["sliding_window_pattern"])
+
+
 def _granite_factors(form: Form) -> dict[str, float]:
     return {
         "attention_scale": form["attention_multiplier"],
@@ -136,7 +142,8 @@ class Architecture(NamedTuple):
         rope_theta: default if config.json has none.
         local_rope: set if SLIDING layers have a separate RoPE: (key of its theta in transformers 4, default theta).
         partial_rotary: partial_rotary_factor is supported.
-        fused_tensors: the checkpoint has the fused matrices qkv_proj and gate_up_proj.
+        fused: the fused matrices of the checkpoint: "qkv" (qkv_proj), "gate_up" (gate_up_proj).
+        rope_interleaved: RoPE rotates adjacent dimensions of a head together, instead of those of its two halves.
         norm_offset: added to a norm's weight before multiplying.
         factors: returns the scales, multipliers and softcaps that differ from the defaults in `native_config`.
         only: maps a key of config.json to its only supported value.
@@ -163,7 +170,8 @@ class Architecture(NamedTuple):
     rope_theta: float = 10000.0
     local_rope: tuple[str | None, float] | None = None
     partial_rotary: bool = False
-    fused_tensors: bool = False
+    fused: tuple[str, ...] = ()
+    rope_interleaved: bool = False
     norm_offset: float = 0.0
     factors: Callable[[Form], dict[str, float]] = lambda form: {}
     only: Mapping[str, Plain] = {}
@@ -244,6 +252,23 @@ SUPPORTED_ARCHITECTURES = {
         "SmolLM3", _DEFAULTS["smollm3"], biases=("attention", "mlp"), rotary=_smollm3_rotary, rope_theta=2000000.0,
         layer_types=_where_switched_on(lambda form, i: not _smollm3_rotary(form)[i]),
     ),
+    "exaone4": Architecture(
+        "Exaone4", _DEFAULTS["exaone4"], biases=(), qk_norm="head", norms=_BEHIND, layer_types=_exaone_layers, lists_layers=True,
+        rotary=lambda form: [form["sliding_window"] is None or kind == SLIDING for kind in _exaone_layers(form)],
+    ),
+    "seed_oss": Architecture(
+        "SeedOss", _DEFAULTS["seed_oss"], biases=("qkv if set", "mlp"), only={"attention_out_bias": False}
+    ),
+    "ernie4_5": Architecture(
+        "Ernie4_5", _DEFAULTS["ernie4_5"], biases=(), rope_theta=500000.0, rope_interleaved=True, only={"use_bias": False}
+    ),
+    "glm4": Architecture(
+        "Glm4", _DEFAULTS["glm4"], biases=("qkv if set",), partial_rotary=True, rope_interleaved=True, fused=("gate_up",),
+        norms={
+            "before_attention": "input_layernorm", "after_attention": "post_self_attn_layernorm",
+            "before_mlp": "post_attention_layernorm", "after_mlp": "post_mlp_layernorm",
+        },
+    ),
     "granite": Architecture("Granite", _DEFAULTS["granite"], biases=("attention", "mlp"), factors=_granite_factors),
     "granitemoe": Architecture(
         "GraniteMoe", _DEFAULTS["granitemoe"], factors=_granite_factors, experts=Experts("num_local_experts", "intermediate_size", None, router="router")
@@ -256,7 +281,7 @@ SUPPORTED_ARCHITECTURES = {
         only={"hidden_act": "silu", "mamba_conv_bias": True, "mamba_proj_bias": False},
     ),
     "phi3": Architecture(
-        "Phi3", _DEFAULTS["phi3"], biases=(), layer_types=_all_sliding, partial_rotary=True, fused_tensors=True
+        "Phi3", _DEFAULTS["phi3"], biases=(), layer_types=_all_sliding, partial_rotary=True, fused=("qkv", "gate_up")
     ),
     "gemma2": Architecture(
         "Gemma2", _DEFAULTS["gemma2"], norm_offset=1.0, activation="hidden_activation", layer_types=lambda form: _listed(form, 2), lists_layers=True,

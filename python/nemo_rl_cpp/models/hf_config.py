@@ -357,7 +357,10 @@ def check_layers(form: Mapping[str, Plain]) -> None:
     numbers = {"sliding_window": 1, "max_window_layers": 0, "no_rope_layer_interval": 1, "sliding_window_pattern": 1}
     for key, least in numbers.items():
         value = form.get(key)
-        absent = key not in defaults or (value is None and key == "sliding_window")
+        is_unread = (key == "sliding_window" and value is None) or (
+            key == "sliding_window_pattern" and form.get("layer_types")
+        )
+        absent = key not in defaults or is_unread
         if not absent and (switched or key == "no_rope_layer_interval"):
             expect(is_whole(value, least), key, value, f"a whole number from {least}")
     for key in ("layer_types", "no_rope_layers"):
@@ -443,7 +446,9 @@ def native_config(
         "activation": "clamped" if made.clamped else _ACTIVATIONS[form[made.activation]],
         "attention_sinks": made.sinks,
         "value_head": value_head,
-        "fused_tensors": made.fused_tensors,
+        "fused_qkv": "qkv" in made.fused,
+        "fused_gate_up": "gate_up" in made.fused,
+        "rope_interleaved": made.rope_interleaved,
         "fused_mlps": form["model_type"] in granite_hybrid.MODEL_TYPES,
         "norm_offset": made.norm_offset,
         "attention_scale": head_dim**-0.5,

@@ -43,6 +43,6 @@ def native(form: Mapping[str, Plain]) -> dict[str, Plain]:
         "rank": form["kv_lora_rank"],
         "rope_dim": form["qk_rope_head_dim"],
         "value_dim": form["v_head_dim"],
-        "interleaved": bool(form["rope_interleave"]),
     }
-    return {"latent": latent, "attention_scale": key_size(form) ** -0.5 * rope.score_factor(form)}
+    scale = key_size(form) ** -0.5 * rope.score_factor(form)
+    return {"latent": latent, "attention_scale": scale, "rope_interleaved": bool(form["rope_interleave"])}

@@ -97,7 +97,7 @@ class Lora:
         modules, key = adapted_modules(wanted, layers), config.lora_key(section)
         if not modules:
             raise ValueError(f"{key}.{nothing_adapted(wanted, config.model_name, layers)}")
-        joined = {} if native["fused_tensors"] or native["fused_mlps"] else _joined(modules, parameter_shapes(native))
+        joined = {} if native["fused_gate_up"] or native["fused_mlps"] else _joined(modules, parameter_shapes(native))
         name = findable_name(config.model_name)
         return cls(section, tuple(modules), layers, wanted, name, folder, key, joined=joined)
 
@@ -173,7 +173,7 @@ class Lora:
         """Yield (name in PEFT's file, tensor) for the adapter tensor `name`. If several of transformers' modules share
         the adapter, each gets its rows of B and the common A."""
         name = name if self.layers.mlps is None else module_name(name)
-        name = granite_hybrid.checkpoint_name(name) if self.layers.fused_mlps else name
+        name = self._in_peft(name)
         module, _, matrix = name.rpartition(".lora_")
         if module not in self.joined:
             yield weight_files.PREFIX + name, tensor
@@ -195,8 +195,12 @@ class Lora:
     @property
     def _peft_modules(self) -> list[str]:
         """Return the names of the adapted modules of transformers' model."""
-        modules = list(map(granite_hybrid.checkpoint_name, self.modules)) if self.layers.fused_mlps else self.modules
+        modules = map(self._in_peft, self.modules)
         return [part for module in modules for part, _ in self.joined.get(module, ((module, 0),))]
+
+    def _in_peft(self, name: str) -> str:
+        is_granite = self.folder.config["model_type"] in granite_hybrid.MODEL_TYPES
+        return granite_hybrid.checkpoint_name(name) if is_granite else name
 
     def _converted(self, convert: Callable[[Tensor, int, bool], Tensor], name: str, tensor: Tensor) -> Tensor:
         if not name.endswith(weight_files.LORA_B):

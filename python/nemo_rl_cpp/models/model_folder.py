@@ -112,7 +112,7 @@ class ModelFolder:
             "the model is a mixture of experts": "experts" in native,
             "the model has recurrent layers": "recurrent" in native,
             "the model has latent attention": "latent" in native,
-            "tensors of the model hold queries, keys and values together": native["fused_tensors"],
+            "tensors of the model hold several matrices together": native["fused_qkv"] or native["fused_gate_up"],
             "the model normalises all heads of the queries and keys together": native["qk_norm"] == "whole",
         }
         for what, has in unsliced.items():
@@ -129,7 +129,7 @@ class ModelFolder:
             unlike = {
                 "latent attention": "latent" in native,
                 "gated delta nets": "recurrent" in native and "step_limits" not in native["recurrent"],
-                "matrices that hold gate and up": native["fused_mlps"],
+                "matrices that hold gate and up": native["fused_mlps"] or native["fused_gate_up"] > native["fused_qkv"],
                 "experts, which target_modules may match": "experts" in native and bool(model.lora.target_modules),
                 "tensor-parallel ranks": slices > 1,
             }

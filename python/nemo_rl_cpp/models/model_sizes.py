@@ -38,8 +38,6 @@ class ModelSizes:
     experts_per_token: int = 1
     shared_expert_size: int = 0
     """intermediate size of the shared expert, which processes all tokens; 0: none"""
-    fused_tensors: bool = False
-    """the checkpoint stores q, k, v in one matrix, and gate, up in one matrix"""
     recurrent_layers: tuple[int, ...] = ()
     """indices of the layers with a gated delta net or Mamba-2 (sizes below)"""
     linear_num_key_heads: int = 0
@@ -92,7 +90,6 @@ class ModelSizes:
             experts=experts.get("count", 1),
             experts_per_token=experts.get("chosen", 1),
             shared_expert_size=experts.get("shared_size", 0),
-            fused_tensors=native["fused_tensors"],
             recurrent_layers=tuple(recurrent.get("layers", ())),
             linear_num_key_heads=recurrent.get("key_heads", 0),
             linear_num_value_heads=recurrent.get("value_heads", 0),

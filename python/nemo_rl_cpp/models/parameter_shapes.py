@@ -51,7 +51,7 @@ def _attention_shapes(native: Mapping[str, Plain]) -> Shapes:
         "q_proj": (2 * query if native["output_gate"] else query, hidden), "k_proj": (key_value, hidden), "v_proj": (key_value, hidden),
         "o_proj": (hidden, query),
     }  # fmt: skip
-    if native["fused_tensors"]:
+    if native["fused_qkv"]:
         matrices = {"qkv_proj": (query + 2 * key_value, hidden), "o_proj": (hidden, query)}
     if latent := native.get("latent"):
         rank, query_rank, rotated, values = (latent[key] for key in ("rank", "query_rank", "rope_dim", "value_dim"))
@@ -82,7 +82,7 @@ def _up_matrices(native: Mapping[str, Plain]) -> list[str]:
 def _mlp_shapes(native: Mapping[str, Plain]) -> Shapes:
     hidden, inner = native["hidden_size"], native["intermediate_size"]
     matrices = {name: [inner, hidden] for name in _up_matrices(native)}
-    if native["fused_tensors"]:
+    if native["fused_gate_up"]:
         matrices = {"gate_up": [2 * inner, hidden]}
     matrices["down"] = [hidden, inner]
     shapes = {f"mlp.{name}_proj.weight": shape for name, shape in matrices.items()}

@@ -16,6 +16,7 @@ PARAMETERS = {
     "Qwen2.5-1.5B": 1.544, "Qwen2.5-3B": 3.086, "Qwen2.5-7B": 7.616, "Qwen2.5-14B": 14.77, "Qwen2.5-32B": 32.76, "Qwen2.5-Math-1.5B": 1.544,
     "Qwen2.5-Math-7B": 7.616, "DeepSeek-R1-Distill-Qwen-1.5B": 1.777, "DeepSeek-R1-Distill-Qwen-7B": 7.616, "Qwen3-0.6B": 0.596, "Qwen3-1.7B": 1.721,
     "Qwen3-4B": 4.022, "Qwen3-8B": 8.191, "Qwen3-14B": 14.768, "Qwen3-32B": 32.762, "Olmo-3-1025-7B": 7.298, "SmolLM3-3B": 3.075,
+    "EXAONE-4.0-1.2B": 1.28, "EXAONE-4.0-32B": 32.0, "ERNIE-4.5-0.3B": 0.361, "GLM-4-9B-0414": 9.4, "Seed-OSS-36B": 36.15,
     "Ministral-3-3B": 3.429, "granite-3.3-2b-instruct": 2.534, "granite-4.0-350m": 0.352, "granite-4.0-h-350m": 0.340, "granite-4.0-h-1b": 1.462, "granite-4.0-micro": 3.403,
     "granite-4.0-h-micro": 3.191, "granite-4.0-h-tiny": 6.939, "granite-4.0-h-small": 32.21, "granite-3.1-1b-a400m-instruct": 1.335, "Phi-3.5-mini-instruct": 3.821, "Phi-4-mini-instruct": 3.836, "gemma-3-270m": 0.268, "gemma-3-1b": 1.0,
     "gemma-3-4b": 3.884, "gemma-3-12b": 11.771, "gemma-3-27b": 27.016, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,

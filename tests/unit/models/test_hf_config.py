@@ -81,6 +81,9 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
         (QWEN | {"model_type": "olmo3", "hidden_size": 256, "use_sliding_window": False}, [4096, 4096, 4096, 0], 2048),
         (QWEN | {"model_type": "olmo3", "hidden_size": 256}, [4096, 4096, 4096, 0], 2048),
         (QWEN | {"model_type": "smollm3", "hidden_size": 256} | SLIDING, [0, 0, 0, 16], 32768),
+        (QWEN | {"model_type": "exaone4"}, [4096, 4096, 4096, 0], 2048),
+        (QWEN | {"model_type": "exaone4", "sliding_window_pattern": "LG", "layer_types": ["sliding_attention", "full_attention"] * 2}, [4096, 0, 4096, 0], 2048),
+        (QWEN | {"model_type": "exaone4", "sliding_window": None}, [0, 0, 0, 0], 2048),
         (QWEN | {"model_type": "gemma3_text", "sliding_window_pattern": 2}, [4096, 0, 4096, 0], 131072),
         (QWEN | {"model_type": "qwen3_moe", "use_sliding_window": True}, [4096] * 4, 32768),
         (QWEN | {"model_type": "qwen2_moe", "use_sliding_window": True, "max_window_layers": 2}, [4096, 0, 0, 0],
@@ -98,6 +101,8 @@ def test_each_layer_uses_the_rope_table_of_its_attention_type_or_no_rope():
     tables = lambda config: [table for _, table in native_config(QWEN | {"hidden_size": 256} | config)["layers"]]  # noqa: E731
     assert tables({"model_type": "smollm3"}) == [0, 0, 0, None]
     assert tables({"model_type": "smollm3", "no_rope_layers": [0, 1, 1, 0]}) == [None, 0, 0, None]
+    assert tables({"model_type": "exaone4"}) == [0, 0, 0, None]
+    assert tables({"model_type": "exaone4", "sliding_window": None}) == [0, 0, 0, 0]
     gemma = {"model_type": "gemma3_text", "sliding_window_pattern": 2, "rope_theta": 9.0, "rope_local_base_freq": 4.0}
     assert tables(gemma) == [1, 0, 1, 0]
     full, local = native_config(QWEN | gemma | {"head_dim": 8})["ropes"]

@@ -25,16 +25,22 @@ CHANGES = {
     "gemma2": dict(query_pre_attn_scalar=16, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2),
     "gemma3": dict(query_pre_attn_scalar=16, final_logit_softcapping=2.0, num_hidden_layers=7, layer_types=KINDS),
     "smollm3": dict(num_hidden_layers=5, no_rope_layers=[1, 1, 1, 0, 1], layer_types=["full_attention"] * 5),
-    **dict.fromkeys(("mistral_window", "qwen3_windows", "phi3"), dict(sliding_window=70)),
+    **dict.fromkeys(("mistral_window", "qwen3_windows", "mixtral_window", "phi3"), dict(sliding_window=70)),
+    "olmoe": dict(num_key_value_heads=4),
     "phi3_longrope": dict(rope_parameters=LONGROPE),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_tied_other_layers"), dict(linear_key_head_dim=32)),
 }  # fmt: skip
 EXPORTED = (
-    "llama", "mistral", "smollm3", "granite", "qwen2", "qwen3", "olmo2", "phi3", "gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text",
+    "llama", "mistral", "smollm3", "granite", "qwen2", "qwen3", "olmo2", "exaone4", "glm4", "ernie4_5", "seed_oss", "phi3", "gemma2", "gemma3_text",
+    "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "qwen3_5_text", "qwen3_5_moe_text",
 )  # fmt: skip
 REFUSED = {
     "llama_gelu": "the activation gelu_tanh",
     "olmo2_gelu": "the activation gelu_tanh",
+    "exaone4": "windows",
+    "seed_oss_other_biases": "biases",
+    **dict.fromkeys(("qwen3_moe_dense_layer", "qwen3_moe_window"), "norm_topk_prob false"),
+    "qwen2_moe_sparse_step": "norm_topk_prob true",
     "qwen3_5_moe_tied_other_layers": "linear_value_head_dim 32 and linear_key_head_dim 16",
     "qwen3_5_tied_other_layers": "full attention in other layers than every n-th",
 } | {

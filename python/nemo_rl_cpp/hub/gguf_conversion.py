@@ -30,6 +30,13 @@ _KINDS = {
     "smollm3": ("smollm3", "SmolLM3"),
     "granite": ("granite", "Granite"),
     "olmo2": ("olmo2", "Olmo2"),
+    "exaone4": ("exaone4", "Exaone4"),
+    "glm4": ("glm4", "Glm4"),
+    "ernie4_5": ("ernie4_5", "Ernie4_5"),
+    "seed_oss": ("seed_oss", "SeedOss"),
+    "qwen3moe": ("qwen3_moe", "Qwen3Moe"),
+    "qwen2moe": ("qwen2_moe", "Qwen2Moe"),
+    "olmoe": ("olmoe", "Olmoe"),
     "phi3": ("phi3", "Phi3"),
     "gemma2": ("gemma2", "Gemma2"),
     "gemma3": ("gemma3_text", "Gemma3"),
@@ -59,7 +66,7 @@ RECURRENT_AND_EXPERTS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-"""Optional keys of Qwen3.5's files -> keys of config.json."""
+"""Optional keys of files of models with gated delta nets or experts -> keys of config.json."""
 NUMBERS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -101,25 +108,35 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
             f"the GGUF file holds a model of the architecture {architecture!r}, which is not read; {read} are"
         )
     (model_type, title), tensors = _KINDS[architecture], {tensor.name for tensor in reader.tensors}
+    if architecture == "llama" and _value(reader, "{arch}.expert_count"):
+        model_type, title = "mixtral", "Mixtral"
     config: dict[str, Plain] = {"architectures": [f"{title}ForCausalLM"], "model_type": model_type}
     for source, name in CONFIG_KEYS.items():
         if architecture != "qwen35moe" or source != "feed_forward_length":  # experts alone have no such length
             default = config.get("num_attention_heads") if source == "attention.head_count_kv" else None
             config[name] = int(_value(reader, f"{{arch}}.{source}", default))
+    for source, name in RECURRENT_AND_EXPERTS.items():
+        if number := _value(reader, f"{{arch}}.{source}"):
+            config[name] = int(number)
+    if model_type == "mixtral":
+        config["num_local_experts"] = config.pop("num_experts")
+    elif model_type in ("qwen3_moe", "qwen2_moe", "olmoe"):  # as llama.cpp computes each
+        config["norm_topk_prob"] = model_type == "qwen3_moe"
     if architecture.startswith("qwen35"):
         _add_recurrence(reader, config)
     heads, width = config["num_attention_heads"], config["hidden_size"]
     head_dim = _value(reader, "{arch}.attention.key_length") or _value(reader, "{arch}.rope.dimension_count")
     config["head_dim"] = int(head_dim or width // heads)
     rotary = _value(reader, "{arch}.rope.dimension_count") or config["head_dim"]
-    if rotary < config["head_dim"]:
+    if rotary < config["head_dim"] or model_type == "glm4":  # whose default is a half
         config["partial_rotary_factor"] = rotary / config["head_dim"]
+    biased = ("q", "output") if model_type in ("glm4", "seed_oss") else ("output",)
     config |= {
         "vocab_size": int(_value(reader, "{arch}.vocab_size") or len(_value(reader, "tokenizer.ggml.tokens"))),
         "rms_norm_eps": _short(_value(reader, "{arch}.attention.layer_norm_rms_epsilon")),
         "rope_theta": _short(_value(reader, "{arch}.rope.freq_base", 10000.0)),
         "rope_scaling": None,
-        "attention_bias": "blk.0.attn_output.bias" in tensors,
+        "attention_bias": any(f"blk.0.attn_{name}.bias" in tensors for name in biased),
         "attention_dropout": 0.0,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "initializer_range": 0.02,
@@ -139,7 +156,7 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
         is_27b = config["num_hidden_layers"] == _LAYERS_OF_27B[architecture]
         config["query_pre_attn_scalar"] = width // heads if is_27b else config["head_dim"]
     window = _value(reader, "{arch}.attention.sliding_window")
-    if window is not None or config["model_type"] == "phi3":
+    if window is not None or model_type in ("phi3", "exaone4", "mixtral"):
         config["sliding_window"] = window or None
         pattern = _value(reader, "{arch}.attention.sliding_window_pattern")
         if isinstance(pattern, Sequence):
@@ -149,11 +166,8 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
 
 
 def _add_recurrence(reader: GGUFReader, config: dict[str, Plain]) -> None:
-    """Set in `config` the sizes of Qwen3.5's gated delta nets and experts, and subtract multi-token-prediction layers,
-    which are not computed, from the number of layers."""
-    for source, name in RECURRENT_AND_EXPERTS.items():
-        if (number := _value(reader, f"{{arch}}.{source}")) is not None:
-            config[name] = int(number)
+    """Set in `config` the sizes of Qwen3.5's gated delta nets, and subtract multi-token-prediction layers, which are
+    not computed, from the number of layers."""
     config["linear_value_head_dim"] = int(_value(reader, "{arch}.ssm.inner_size")) // config["linear_num_value_heads"]
     config["num_hidden_layers"] -= int(_value(reader, "{arch}.nextn_predict_layers", 0))
     recurrent = _value(reader, "{arch}.attention.recurrent_layers")

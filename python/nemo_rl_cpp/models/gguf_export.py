@@ -125,9 +125,9 @@ def _differences(config: Mapping[str, Plain]) -> Iterator[str]:
     if (native["output_bias"] or native["mlp_bias"]) and family.architecture not in ("llama", "granite"):
         yield "biases (attention_bias, mlp_bias)"
     width = config["num_attention_heads"] * config["head_dim"]
-    if kind in ("qwen2", "olmo2", "phi3") and width != config["hidden_size"]:
+    if kind in ("qwen2", "olmo2", "phi3", "exaone4", "qwen2_moe", "olmoe") and width != config["hidden_size"]:
         yield f"heads of {width} numbers together and hidden_size {config['hidden_size']}"
-    if kind in ("olmo2", "gemma2") and config["tie_word_embeddings"] != (kind == "gemma2"):
+    if kind in ("olmo2", "gemma2", "qwen2_moe", "olmoe") and config["tie_word_embeddings"] != (kind == "gemma2"):
         yield f"tie_word_embeddings {str(config['tie_word_embeddings']).lower()}"
     if kind == "gemma2" and not (config["attn_logit_softcapping"] and config["final_logit_softcapping"]):
         yield "a softcapping of null"
@@ -137,6 +137,10 @@ def _differences(config: Mapping[str, Plain]) -> Iterator[str]:
         yield "full attention in every layer"
     if kind.startswith("gemma") and config["query_pre_attn_scalar"] != config["head_dim"]:
         yield f"query_pre_attn_scalar {config['query_pre_attn_scalar']} with heads of {config['head_dim']}"
+    if kind == "exaone4" and config["sliding_window"] is not None:
+        yield "windows"
+    if made.experts is not None and not kind.startswith("qwen3_5"):
+        yield from _expert_differences(config, native)
     if kind.startswith("qwen3_5"):
         yield from _recurrent_differences(config, kinds)
 
@@ -154,6 +158,17 @@ def _rope_differences(config: Mapping[str, Plain]) -> Iterator[str]:
         yield "rope scaling of layers with windows"
     if config["model_type"] == "smollm3" and made.rotary(config) != [(i + 1) % 4 != 0 for i in layers]:
         yield "no rotary embeddings in other layers than every fourth"
+
+
+def _expert_differences(config: Mapping[str, Plain], native: Mapping[str, Plain]) -> Iterator[str]:
+    renormalises = config["model_type"] in ("qwen3_moe", "mixtral")
+    if native["experts"]["renormalise"] != renormalises:
+        yield f"norm_topk_prob {str(not renormalises).lower()}"
+    heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
+    if config["model_type"] == "olmoe" and heads != keys:
+        yield f"num_attention_heads {heads} and num_key_value_heads {keys}"
+    if len(native["experts"]["layers"]) < config["num_hidden_layers"]:
+        yield "layers without experts"
 
 
 def _recurrent_differences(config: Mapping[str, Plain], kinds: Sequence[str]) -> Iterator[str]:
@@ -182,6 +197,8 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
     writer.add_layer_norm_rms_eps(float(config["rms_norm_eps"]))
     written = {**config, "max_position_embeddings": longest, "full_attention_interval": [*kinds, FULL].index(FULL) + 1}
     optional = {key: known for key, known in RECURRENT_AND_EXPERTS.items() if known in made.defaults}
+    if made.experts is not None:
+        optional["expert_count"] = made.experts.count
     for key, known in (CONFIG_KEYS | optional).items():
         writer.add_uint32(f"{family.architecture}.{key}", written[known])
     for key, known in NUMBERS.items():

@@ -44,25 +44,27 @@ void bind_recurrence(py::module_& m) {
   m.def(
       "short_conv",
       [](const at::Tensor& x, const at::Tensor& w, const std::vector<SequenceTuple>& sequences,
-         const std::optional<at::Tensor>& state, const std::optional<at::Tensor>& bias) {
+         const std::optional<at::Tensor>& state, const std::optional<at::Tensor>& bias, bool silu) {
         const auto y = at::empty(x.sizes(), x.options());
-        ops::short_conv_forward(x, {w, bias.value_or(at::Tensor())}, sequences_of(sequences), y,
+        ops::short_conv_forward(x, {w, bias.value_or(at::Tensor()), silu}, sequences_of(sequences), y,
                                 state.value_or(at::Tensor()));
         return y;
       },
       py::arg("x"), py::arg("w"), py::arg("sequences"), py::arg("state") = py::none(), py::arg("bias") = py::none(),
-      release_gil(), "y [T, C]; sequences are (start, length, parent or -1, slot or -1, continues)");
+      py::arg("silu") = true, release_gil(),
+      "y [T, C]; sequences are (start, length, parent or -1, slot or -1, continues)");
   m.def(
       "short_conv_backward",
       [](const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, const std::vector<SequenceTuple>& sequences,
-         const std::optional<at::Tensor>& bias) {
+         const std::optional<at::Tensor>& bias, bool silu) {
         const auto dx = at::empty(x.sizes(), x.options()), dw = accumulated(x, w.sizes()),
                    d_bias = accumulated(x, {w.size(0)});
-        ops::short_conv_backward(dy, x, {w, bias.value_or(at::Tensor())}, sequences_of(sequences), dx, {dw, d_bias});
+        ops::short_conv_backward(dy, x, {w, bias.value_or(at::Tensor()), silu}, sequences_of(sequences), dx,
+                                 {dw, d_bias});
         return std::make_tuple(dx, dw, d_bias);
       },
-      py::arg("dy"), py::arg("x"), py::arg("w"), py::arg("sequences"), py::arg("bias") = py::none(), release_gil(),
-      "(dx, dw, the gradient of the bias)");
+      py::arg("dy"), py::arg("x"), py::arg("w"), py::arg("sequences"), py::arg("bias") = py::none(),
+      py::arg("silu") = true, release_gil(), "(dx, dw, the gradient of the bias)");
   m.def(
       "gated_delta",
       [](const at::Tensor& qkv, const at::Tensor& b, const at::Tensor& a, const at::Tensor& A_log,

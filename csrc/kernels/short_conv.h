@@ -1,5 +1,5 @@
 // A causal convolution of each channel over the last few tokens, and silu: y[t, c] = silu(bias[c] + sum_i w[c, i] · x[t
-// - W + 1 + i, c]), i ascending, one chain of multiply-adds. Tokens before a text's first are zeros.
+// - W + 1 + i, c]), i ascending, one chain of multiply-adds. Tokens before a text's first are zeros. LFM2 has no silu.
 #pragma once
 #include <cstdint>
 
@@ -17,6 +17,7 @@ struct ShortConvArgs {
   const accumulate_t<T>* w;     ///< [W, C]
   const accumulate_t<T>* bias;  ///< [C]; nullptr: none
   std::int64_t C, W;            ///< C a multiple of 16
+  bool silu;                    ///< false: y is the sum
 };
 /// Gradients of w [C, W] and bias [C], which are added to; nullptr: not wanted.
 template <class T>

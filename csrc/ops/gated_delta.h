@@ -1,7 +1,7 @@
-// The parts of a recurrent layer (gated delta net, Mamba-2) on packed sequences: the short convolution, the recurrence
-// and its norm, each with its gradient; and the gate of the attention that gated delta nets stand between.
-// kernels/gated_delta.h, short_conv.h and gated_norm.h hold the formulas and the order of the sums. Tensors are
-// all on the CPU or on one CUDA device.
+// The parts of a recurrent layer (gated delta net, Mamba-2, or the convolution of LFM2 alone) on packed sequences: the
+// short convolution, the recurrence and its norm, each with its gradient; and the gate of the attention that gated
+// delta nets stand between. kernels/gated_delta.h, short_conv.h and gated_norm.h hold the formulas and the order of the
+// sums. Tensors are all on the CPU or on one CUDA device.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -28,9 +28,10 @@ void check_shape(const RecurrentShape& shape);
 /// gradient that is not wanted.
 struct ShortConvWeights {
   at::Tensor w, bias;
+  bool silu = true;  ///< whether silu follows the convolution
 };
-/// y [T, C] = silu(convolution of x [T, C]). `state` [slots, W - 1, C] holds the last inputs of sequences that have a
-/// slot; undefined where none has one.
+/// y [T, C] = silu(convolution of x [T, C]), or without silu. `state` [slots, W - 1, C] holds the last inputs of
+/// sequences that have a slot; undefined where none has one.
 void short_conv_forward(const at::Tensor& x, const ShortConvWeights& weights,
                         std::span<const RecurrentSequence> sequences, const at::Tensor& y,
                         const at::Tensor& state = {});

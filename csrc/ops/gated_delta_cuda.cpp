@@ -82,7 +82,8 @@ kernels::CudaConv<T> conv_of(const at::Tensor& x, const ShortConvWeights& weight
           if_defined<T>(state),
           x.size(0),
           x.size(1),
-          weights.w.size(1)};
+          weights.w.size(1),
+          weights.silu};
 }
 
 void short_conv_forward_on_cuda(const at::Tensor& x, const ShortConvWeights& weights,

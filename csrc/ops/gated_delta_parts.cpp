@@ -71,13 +71,15 @@ struct Taps {
   using A = accumulate_t<T>;
   explicit Taps(const ShortConvWeights& weights)
       : taps(weights.w.t().to(kType).contiguous()),
-        bias(weights.bias.defined() ? weights.bias.to(kType) : at::Tensor()) {}
+        bias(weights.bias.defined() ? weights.bias.to(kType) : at::Tensor()),
+        silu(weights.silu) {}
   kernels::ShortConvArgs<T> args(const at::Tensor& x, const T* const* before) const {
-    return {ptr<T>(x),    x.stride(0), before, ptr<A>(taps), bias.defined() ? ptr<A>(bias) : nullptr,
-            taps.size(1), taps.size(0)};
+    return {ptr<T>(x),    x.stride(0),  before, ptr<A>(taps), bias.defined() ? ptr<A>(bias) : nullptr,
+            taps.size(1), taps.size(0), silu};
   }
   static constexpr auto kType = sizeof(A) == 8 ? at::kDouble : at::kFloat;
   at::Tensor taps, bias;
+  bool silu;
 };
 
 template <class T>

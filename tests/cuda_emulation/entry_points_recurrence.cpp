@@ -42,17 +42,17 @@ RecurrenceArgs<T> args_of(const RecurrentShape& s, void* qkv, void* b, void* a, 
 extern "C" {
 
 Int short_conv_forward(void* x, Int rows, Int C, Int W, Int* before, void* w, void* bias, void* state, void* y,
-                       RecurrentSequence* sequences, Int count, Int bf16) {
+                       RecurrentSequence* sequences, Int count, Int silu, Int bf16) {
   return with_type(bf16, [&]<class T>(T) {
-    const CudaConv<T> conv{as<T>(x), C, before, as<T>(w), as<T>(bias), as<T>(state), rows, C, W};
+    const CudaConv<T> conv{as<T>(x), C, before, as<T>(w), as<T>(bias), as<T>(state), rows, C, W, silu != 0};
     return short_conv_forward_launch(conv, as<T>(y), C, sequences, count, nullptr);
   });
 }
 
 Int short_conv_backward(void* dy, void* x, Int rows, Int C, Int W, Int* before, Int* first, Int* readers, void* w,
-                        void* bias, void* dx, float* dw, float* d_bias, float* du, float* parts, Int bf16) {
+                        void* bias, void* dx, float* dw, float* d_bias, float* du, float* parts, Int silu, Int bf16) {
   return with_type(bf16, [&]<class T>(T) {
-    const CudaConv<T> conv{as<T>(x), C, before, as<T>(w), as<T>(bias), nullptr, rows, C, W};
+    const CudaConv<T> conv{as<T>(x), C, before, as<T>(w), as<T>(bias), nullptr, rows, C, W, silu != 0};
     const CudaConvGradients<T> d{as<T>(dy), C, as<T>(dx), C, dw, d_bias, first, readers, du, parts};
     return short_conv_backward_launch(conv, d, nullptr);
   });

@@ -14,8 +14,10 @@ def rows_of(sequences, index: int) -> list[int]:
     return before + list(range(start, start + length))
 
 
-def short_conv(x: torch.Tensor, w: torch.Tensor, sequences, bias: torch.Tensor | float = 0.0) -> torch.Tensor:
-    """Return silu of the causal convolution of x [T, C] with w [C, W], plus `bias` [C]."""
+def short_conv(
+    x: torch.Tensor, w: torch.Tensor, sequences, bias: torch.Tensor | float = 0.0, silu: bool = True
+) -> torch.Tensor:
+    """Return the causal convolution of x [T, C] with w [C, W], plus `bias` [C], or silu of it."""
     out = [None] * len(x)
     for index, (_, length, *_) in enumerate(sequences):
         rows = rows_of(sequences, index)
@@ -23,7 +25,7 @@ def short_conv(x: torch.Tensor, w: torch.Tensor, sequences, bias: torch.Tensor |
             terms = [
                 w[:, w.shape[1] - 1 - back] * x[rows[position - back]] for back in range(min(position + 1, w.shape[1]))
             ]
-            out[rows[position]] = F.silu(sum(terms) + bias)
+            out[rows[position]] = F.silu(sum(terms) + bias) if silu else sum(terms) + bias
     return torch.stack(out)
 
 

@@ -23,7 +23,7 @@ void forward(const ShortConvArgs<T>& p, T* y, std::int64_t stride_y, std::int64_
   for (std::int64_t row = begin; row < end; ++row)
     for (std::int64_t c = 0; c < p.C; c += 16) {
       Wide<T> sum = convolved(p, row, c);
-      store(y + row * stride_y + c, sum * sigmoid_of(sum));
+      store(y + row * stride_y + c, p.silu ? sum * sigmoid_of(sum) : sum);
     }
 }
 
@@ -39,8 +39,11 @@ void backward(const ShortConvArgs<T>& p, const T* dy, std::int64_t stride_dy, T*
     V d_bias{}, d_w[kMostConvWidth];
     for (auto& each : d_w) each = V{};
     for (std::int64_t row = 0; row < rows; ++row) {
-      V u = convolved(p, row, c), s = sigmoid_of(u);
-      V du = load<V>(dy + row * stride_dy + c) * s * (u * (A(1) - s) + A(1));
+      V du = load<V>(dy + row * stride_dy + c);
+      if (p.silu) {
+        V u = convolved(p, row, c), s = sigmoid_of(u);
+        du = du * s * (u * (A(1) - s) + A(1));
+      }
       d_bias += du;
       for (std::int64_t i = 0; i < p.W; ++i) {
         const T* const x = i + 1 < p.W ? p.before[row * (p.W - 1) + i] : p.x + row * p.stride_x;

@@ -21,6 +21,7 @@ struct CudaConv {
   const T *w, *bias;           ///< [C, W]; [C] or null
   T* state;                    ///< null: no sequence has a slot
   std::int64_t rows, C, W;
+  bool silu;
 };
 /// y [T, C]; then the last inputs of the `count` sequences go to their slots.
 template <class T>

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(CudaConv<T> p, T* y, 
   for_items(p.rows * p.C, [&](std::int64_t item) {
     const std::int64_t row = item / p.C, c = item % p.C;
     const float sum = convolved(p, row, c);
-    y[row * stride_y + c] = static_cast<T>(__fmul_rn(sum, sigmoid_of(sum)));
+    y[row * stride_y + c] = static_cast<T>(p.silu ? __fmul_rn(sum, sigmoid_of(sum)) : sum);
   });
 }
 
@@ -63,13 +63,17 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-/// du: the gradient of what silu reads.
+/// du: the gradient of the sum.
 template <class T>
 __global__ void __launch_bounds__(kThreads) inner_kernel(CudaConv<T> p, CudaConvGradients<T> d) {
   for_items(p.rows * p.C, [&](std::int64_t item) {
     const std::int64_t row = item / p.C, c = item % p.C;
-    const float u = convolved(p, row, c), s = sigmoid_of(u);
-    d.du[item] = widen(d.dy[row * d.stride_dy + c]) * s * (u * (1.0f - s) + 1.0f);
+    float du = widen(d.dy[row * d.stride_dy + c]);
+    if (p.silu) {
+      const float u = convolved(p, row, c), s = sigmoid_of(u);
+      du = du * s * (u * (1.0f - s) + 1.0f);
+    }
+    d.du[item] = du;
   });
 }
 

@@ -49,32 +49,33 @@ def readers_of(before):
     return table([0, *(sum(map(len, of[: r + 1])) for r in range(rows))]), table(sum(of, []))
 
 
-def conv(kernels, x, w, bias, sequences, state=None):
+def conv(kernels, x, w, bias, sequences, state=None, silu=True):
     y, (channels, W) = torch.empty_like(x), w.shape
     before = before_rows(sequences, len(x), W)
     all_sequences = table(sequences)
     kernels.short_conv_forward(
-        x, len(x), channels, W, before, w, bias, state, y, all_sequences, len(sequences), x.dtype == BF16
+        x, len(x), channels, W, before, w, bias, state, y, all_sequences, len(sequences), silu, x.dtype == BF16
     )
     return y
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_emulated_cuda_short_convolution_and_its_gradient_match_the_cpu_kernel(kernels, has_bias, dtype):
+@pytest.mark.parametrize("has_bias, silu", [(False, True), (True, True), (False, False)])
+def test_emulated_cuda_short_convolution_and_its_gradient_match_the_cpu_kernel(kernels, has_bias, silu, dtype):
     channels, W = 48, 4
     x, w, dy = randn(ROWS, channels, dtype=dtype), randn(channels, W, seed=1, dtype=dtype), randn(ROWS, channels, seed=2, dtype=dtype)  # fmt: skip
     bias = randn(channels, seed=3, dtype=dtype) if has_bias else None
-    close(conv(kernels, x, w, bias, SHARED), C.short_conv(x, w, SHARED, bias=bias), BOUND[dtype])
+    ours = conv(kernels, x, w, bias, SHARED, silu=silu)
+    close(ours, C.short_conv(x, w, SHARED, bias=bias, silu=silu), BOUND[dtype])
     before = before_rows(SHARED, ROWS, W)
     first, readers = readers_of(before)
     dx, dw, d_bias = torch.full_like(x, math.nan), torch.ones(channels, W), torch.ones(channels)
     du, parts = torch.empty(ROWS, channels), torch.empty(2, channels * W)
     kernels.short_conv_backward(
         dy, x, ROWS, channels, W, before, first, readers, w, bias, dx, dw, d_bias if has_bias else None, du, parts,
-        dtype == BF16,
+        silu, dtype == BF16,
     )  # fmt: skip
-    expected = C.short_conv_backward(dy, x, w, SHARED, bias)
+    expected = C.short_conv_backward(dy, x, w, SHARED, bias, silu)
     close(dx, expected[0], BOUND[dtype])
     close(dw - 1, expected[1], BOUND[F32])
     if has_bias:

@@ -95,17 +95,18 @@ def test_recurrence_gradients_match_the_reference_for_slowly_and_quickly_decayin
         rule.compare(shape, [x.to(dtype) for x in arguments], d_out.to(dtype), bound)
 
 
+@pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
-def test_short_convolution_and_its_gradients_match_a_reference_implementation(dtype, bound, with_bias):
+def test_short_convolution_and_its_gradients_match_a_reference_implementation(dtype, bound, with_bias, silu):
     x, w, dy, *bias = (
         draw(*size, dtype=dtype, seed=i)
         for i, size in enumerate([(TOKENS, 80), (80, 4), (TOKENS, 80), *[(80,)] * with_bias])
     )
     compare(
-        lambda x, w, bias=None: C.short_conv(x, w, FULL, bias=bias),
-        lambda dy, x, w, bias=None: C.short_conv_backward(dy, x, w, FULL, bias)[: 2 + with_bias],
-        lambda x, w, bias=0.0: gated_delta.short_conv(x, w, SEQUENCES, bias), [x, w, *bias], dy, bound,
+        lambda x, w, bias=None: C.short_conv(x, w, FULL, bias=bias, silu=silu),
+        lambda dy, x, w, bias=None: C.short_conv_backward(dy, x, w, FULL, bias, silu)[: 2 + with_bias],
+        lambda x, w, bias=0.0: gated_delta.short_conv(x, w, SEQUENCES, bias, silu), [x, w, *bias], dy, bound,
     )  # fmt: skip
 
 

@@ -45,6 +45,10 @@ LAYERS = {
         "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
         "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": [0],
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    },
     "nemotron_h": {
         "hybrid_override_pattern": "M-M*-", "mlp_hidden_act": "relu2", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
         "mamba_head_dim": 32, "layer_norm_epsilon": 1e-5,

@@ -46,7 +46,7 @@ inline void set_experts(model::ModelConfig& c, const pybind11::dict& d) {
   if (d.contains("sigmoid")) {
     const auto s = d["sigmoid"].cast<pybind11::dict>();
     e.sigmoid = ops::SigmoidRouter{s["groups"].cast<std::int64_t>(), s["chosen_groups"].cast<std::int64_t>(),
-                                   e.renormalise, s["scale"].cast<double>()};
+                                   e.renormalise, s["scale"].cast<double>(), s["epsilon"].cast<double>()};
   }
   get("block", e.block), get("router", e.router), get("gate", e.gate), get("up", e.up), get("down", e.down);
   for (const auto l : d["layers"].cast<std::vector<std::size_t>>()) c.layers.at(l).has_experts = true;
@@ -62,6 +62,7 @@ inline void set_recurrent(model::ModelConfig& c, const pybind11::dict& d) {
     s.rule = kernels::Recurrence::mamba2;
     std::tie(s.least_step, s.greatest_step) = d["step_limits"].cast<std::pair<double, double>>();
   }
+  if (d.contains("gated_conv")) s.rule = kernels::Recurrence::none;
   for (const auto l : d["layers"].cast<std::vector<std::size_t>>()) c.layers.at(l).is_recurrent = true;
 }
 

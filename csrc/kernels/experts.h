@@ -8,11 +8,12 @@
 
 namespace nemo_rl::kernels {
 
-/// A router whose scores are sigmoids of its logits (DeepSeek-V3, GLM-4.5).
+/// A router whose scores are sigmoids of its logits (DeepSeek-V3, GLM-4.5, LFM2).
 struct SigmoidRouter {
   std::int64_t groups = 1, chosen_groups = 1;  ///< consecutive experts are a group; experts of chosen groups are chosen
   bool renormalise = true;                     ///< divides the chosen scores by their sum
   double scale = 1;                            ///< multiplies the weights
+  double epsilon = 1e-20;                      ///< added to the sum
 };
 
 /// The choices of all tokens.
@@ -109,7 +110,7 @@ NRL_INLINE void route_token_by_sigmoid(const TokenRoutes<A>& p, std::int64_t t, 
   choose_experts(values, p.E, p.k, chosen);
   A sum = 0;
   for (std::int64_t j = 0; j < p.k; ++j) sum += w[j] = router_score(row[chosen[j]]);
-  const A factor = static_cast<A>(router.scale) / (router.renormalise ? sum + A(1e-20) : A(1));
+  const A factor = static_cast<A>(router.scale) / (router.renormalise ? sum + A(router.epsilon) : A(1));
   for (std::int64_t j = 0; j < p.k; ++j) w[j] *= factor;
 }
 
@@ -121,7 +122,7 @@ NRL_INLINE void route_token_by_sigmoid_backward(const TokenRoutes<A>& p, std::in
   A* out = d_logits + t * p.E;
   A sum = 0, mean = 0;
   for (std::int64_t j = 0; j < p.k; ++j) sum += router_score(row[chosen[j]]), mean += w[j] * dw[j];
-  if (router.renormalise) sum += A(1e-20);
+  if (router.renormalise) sum += A(router.epsilon);
   else sum = 1, mean = 0;
   for (std::int64_t e = 0; e < p.E; ++e) out[e] = A(0);
   for (std::int64_t j = 0; j < p.k; ++j) {

@@ -18,13 +18,15 @@ struct RecurrentSequence {
   static constexpr std::int64_t kNone = -1;
 };
 
-/// How a layer updates its states: a gated delta net (Yang et al., 2024) or Mamba-2 (Dao and Gu, 2024).
-enum class Recurrence { gated_delta, mamba2 };
+/// How a layer updates its states: a gated delta net (Yang et al., 2024) or Mamba-2 (Dao and Gu, 2024). None: only the
+/// last inputs of its short convolution are kept (LFM2).
+enum class Recurrence { gated_delta, mamba2, none };
 
 /// Sizes of a recurrent layer with P key heads and U value heads. A row of its input projection is
 ///   [q P·dk | k P·dk | v U·dv | z U·dv | b U | a U] in a gated delta net,
 ///   [z U·dv | v U·dv | k P·dk | q P·dk | a U] in Mamba-2, where v, k, q and a are called x, B, C and dt.
-/// The short convolution runs over q, k and v.
+/// The short convolution runs over q, k and v. In LFM2 P and dk are 0, U is 1, and the convolution runs over dv
+/// channels.
 struct RecurrentShape {
   std::int64_t key_heads = 0;    ///< P, divides U; the groups of Mamba-2
   std::int64_t value_heads = 0;  ///< U

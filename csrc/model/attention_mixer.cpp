@@ -2,6 +2,7 @@
 
 #include "model/latent_attention.h"
 #include "model/recurrent_mixer.h"
+#include "model/short_conv_mixer.h"
 #include "ops/rms_norm.h"
 #include "ops/rope.h"
 #include "runtime/tensor.h"
@@ -138,6 +139,8 @@ at::Tensor AttentionMixer::backward(const LayerWeights& w, const at::Tensor& d_r
 std::unique_ptr<Mixer> mixer_of(const ModelConfig& config, std::int64_t l) {
   const auto& layer = config.layers[static_cast<std::size_t>(l)];
   if (!layer.has_mixer) return nullptr;
+  if (layer.is_recurrent && config.recurrent.rule == kernels::Recurrence::none)
+    return std::make_unique<ShortConvMixer>(config, l);
   if (layer.is_recurrent) return std::make_unique<RecurrentMixer>(config, l);
   if (config.latent) return std::make_unique<LatentAttention>(config, l);
   return std::make_unique<AttentionMixer>(config, l);

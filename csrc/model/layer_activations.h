@@ -20,7 +20,7 @@ struct LayerActivations {
   at::Tensor qkv_raw;  ///< [T, (N+2K)H] S before qk-norm (only with qk-norm), or the projection of a recurrent layer
   at::Tensor q_rstd, k_rstd;
   at::Tensor qkv;             ///< [T, (N+2K)H] S after bias, qk-norm and RoPE, or after the short convolution
-  at::Tensor attn;            ///< [T, N·H] S: the result of attention, or of the gated delta rule, before a gate
+  at::Tensor attn;            ///< [T, N·H] S: the result of attention, or of a recurrence, before a gate
   at::Tensor lse;             ///< [T, N] A
   Branch attn_branch;         ///< output of attention, before its norm
   at::Tensor h_mid;           ///< [T, D] A: the residual stream after attention. Undefined: h_in is updated in place,

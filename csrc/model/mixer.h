@@ -28,7 +28,7 @@ using AttentionBackward = std::function<void(std::int64_t layer, const at::Tenso
 /// The states of a recurrent layer in generation, by slot; undefined in training.
 struct RecurrentState {
   at::Tensor inputs;  ///< [slots, W - 1, conv_size] S: the last inputs of the short convolution
-  at::Tensor state;   ///< [slots, U, dk·dv] A
+  at::Tensor state;   ///< [slots, U, dk·dv] A; empty if a layer has only a convolution
 };
 
 /// The context before the tokens of a forward pass, for each kind of layer.

@@ -38,7 +38,7 @@ void balance_experts(const at::Tensor& logits, const at::Tensor& expert, ExpertB
 using kernels::SigmoidRouter;
 
 /// Chooses the k experts of the highest score + bias, as route_tokens does; bias [E] A. A group's value is the sum of
-/// its two highest. weight = scale · score, or scale · score / (the sum of the chosen scores + 1e-20).
+/// its two highest. weight = scale · score, or scale · score / (the sum of the chosen scores + epsilon).
 void route_tokens_by_sigmoid(const at::Tensor& logits, const at::Tensor& bias, const SigmoidRouter& router,
                              const at::Tensor& expert, const at::Tensor& weight);
 

@@ -170,7 +170,16 @@ ARCHITECTURES = LAYERS | {
     "mistral": {}, "olmo2": {}, "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
     "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2, "use_qk_norm": True, "routed_scaling_factor": 2.5},
 }  # fmt: skip
-IN_FLOAT32 = ("gemma2", "phi3", "qwen2_moe", "qwen3_5_text", "gpt_oss", "nemotron_h with latent experts", "deepseek_v3")
+IN_FLOAT32 = (
+    "gemma2",
+    "phi3",
+    "qwen2_moe",
+    "qwen3_5_text",
+    "gpt_oss",
+    "nemotron_h with latent experts",
+    "deepseek_v3",
+    "lfm2",
+)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +194,7 @@ def test_generation_and_training_logprobs_are_equal_for_every_architecture(archi
             "deepseek",
             "glm4_moe_lite",
             "granitemoe",
+            "lfm2",
         )  # these have no other activation than SiLU
         made |= {"sliding_window": 9, "hidden_act": "silu" if architecture.startswith(gated) else "gelu_pytorch_tanh"}
     made = {key: "null" if value is None else value for key, value in made.items()}

@@ -5,6 +5,7 @@ import functools
 import sys
 
 import torch
+from nemo_rl_cpp.models import lfm2
 from nemo_rl_cpp.models.nemotron_h import our_name
 
 BASE = dict(
@@ -58,6 +59,7 @@ def configurations() -> dict:
         shared_intermediate_size=80, num_local_experts=0, mamba_n_heads=8, mamba_d_state=16, tie_word_embeddings=True, mamba_chunk_size=16,
         initializer_range=0.1,
     )  # fmt: skip
+    lfm2_base = without(phi3, "rms_norm_eps") | dict(layer_types=["conv", "full_attention", "conv"], norm_eps=1e-4)
     granite = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.15, logits_scaling=8.0)
     return {
         "llama": hf.LlamaConfig(**BASE, head_dim=16),
@@ -186,6 +188,16 @@ def configurations() -> dict:
             **phi3 | dict(intermediate_size=40), **granite, **granite_4 | dict(num_local_experts=6, num_experts_per_tok=3, shared_intermediate_size=48),
             layer_types=["linear_attention", "full_attention", "linear_attention"],
         ),
+        "lfm2": hf.Lfm2Config(**lfm2_base, block_multiple_of=16),
+        "lfm2_other_layers": hf.Lfm2Config(
+            **lfm2_base | dict(layer_types=["full_attention", "conv", "conv"]), block_auto_adjust_ff_dim=False, conv_L_cache=4, tie_word_embeddings=False,
+            rope_parameters=dict(rope_type="default", rope_theta=700.0),
+        ),
+        "lfm2_moe": hf.Lfm2MoeConfig(**lfm2_base, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, num_dense_layers=1),
+        "lfm2_moe_other_layers": hf.Lfm2MoeConfig(
+            **lfm2_base | dict(layer_types=["conv", "conv", "full_attention"]), num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24,
+            num_dense_layers=0, norm_topk_prob=False, routed_scaling_factor=2.5,
+        ),
         "nemotron_h_experts": hf.NemotronHConfig(
             **nemotron_h, **nano, layers_block_type=layers("MEM*E-"), n_routed_experts=6, num_experts_per_tok=3, routed_scaling_factor=2.5,
         ),
@@ -218,12 +230,12 @@ def build(name: str, folder, dtype=torch.float32, seed: int = 0, **changes):
             if parameter_name.endswith("norm.weight"):
                 from_zero = name.startswith(("gemma", "qwen3_5", "qwen3_next")) and "linear_attn" not in parameter_name
                 parameter.copy_((not from_zero) + 0.2 * torch.randn_like(parameter))
-            elif parameter.dim() == 3 and "conv1d" in parameter_name:
+            elif parameter.dim() == 3 and ("conv1d" in parameter_name or parameter_name.endswith("conv.conv.weight")):
                 parameter.copy_(0.5 * torch.randn_like(parameter))
             else:
                 parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15))
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
+            if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     return model.eval()
@@ -249,6 +261,8 @@ def by_checkpoint_names(tensors: dict, model_type: str) -> dict:
                 continue
         if model_type == "nemotron_h":
             name = our_name(name.replace("model.", "backbone.", 1))
+        if model_type in lfm2.MODEL_TYPES:
+            name = lfm2.our_name(name)
         if model_type == "mixtral":
             name = name.replace(".mlp.", ".block_sparse_moe.")
         matrices = ("w1", "w3", "w2") if model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
@@ -331,7 +345,7 @@ def compute_in_float64(model, monkeypatch) -> None:
     for module in {type(part).__module__ for part in model.modules()}:
         if module.startswith("transformers.models."):
             monkeypatch.setattr(sys.modules[module], "torch", Float64Torch())
-    config, rotary = model.config, model.model.rotary_emb
+    config, rotary = model.config, getattr(model.model, "pos_emb", None) or model.model.rotary_emb
     if rotary is None:
         return
     assert rotary.rope_type == "default" and rotary.attention_scaling == 1.0

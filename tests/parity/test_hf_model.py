@@ -50,13 +50,26 @@ def test_logits_of_every_architecture_match_transformers(name, tmp_path):
     torch.testing.assert_close(trainer.logits(ids), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_logits_of_lfm2_match_transformers_if_the_scores_of_chosen_experts_are_near_0(tmp_path):
+    """LFM2 adds 1e-6 to the sum of scores, other models with sigmoid routers 1e-20."""
+    hf = build("lfm2_moe", tmp_path, num_experts_per_tok=1)
+    with torch.no_grad():
+        for layer in hf.model.layers[1:]:
+            layer.feed_forward.gate.weight.mul_(12.0)
+            layer.feed_forward.expert_bias[2] = 5.0  # every token chooses this expert
+    hf.save_pretrained(tmp_path)
+    ids = torch.randint(3, 97, (80,), generator=torch.Generator().manual_seed(3))
+    expected = hf(input_ids=ids[None]).logits[0].detach()
+    torch.testing.assert_close(C.Trainer(load(tmp_path)).logits(ids), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_every_architecture_match_transformers(name, tmp_path, monkeypatch):
     hf = build(name, tmp_path, torch.float64)
     if name.startswith(("qwen3_5", "qwen3_next", "nemotron_h", "granite_4")):
         compute_in_float64(hf, monkeypatch)
     # gradients of sinks, of keys' biases and of query norms cancel, so that the float32 of transformers' norms (and routers) would show
-    if name.startswith(("gpt_oss", "glm4", "deepseek_v3", "gemma3")):
+    if name.startswith(("gpt_oss", "glm4", "deepseek_v3", "gemma3", "lfm2")):
         monkeypatch.setattr(sys.modules[type(hf).__module__], "torch", Float64Torch())
     model = load(tmp_path, torch.float64)
     trainer = C.Trainer(model)
@@ -74,7 +87,7 @@ def test_gradients_of_every_architecture_match_transformers(name, tmp_path, monk
         assert (ours - expected).norm() <= 1e-6 * expected.norm() + 1e-12, parameter_name
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_groups", "nemotron_h_experts"])
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_groups", "nemotron_h_experts", "lfm2_moe"])
 def test_token_counts_per_expert_match_transformers(name, tmp_path):
     hf, model = build(name, tmp_path), load(tmp_path)
     trainer, (batch, ids, lengths, _) = C.Trainer(model), ragged_batch()
@@ -82,7 +95,7 @@ def test_token_counts_per_expert_match_transformers(name, tmp_path):
     trainer.forward(batch, list(range(len(lengths))), 1.0, False, True, False, out)
     trainer.backward(torch.zeros(ids.shape))
     chosen = []
-    for router in [module for module in hf.modules() if type(module).__name__.endswith("TopkRouter")]:
+    for router in [module for module in hf.modules() if type(module).__name__.lower().endswith("topkrouter")]:
         chosen.append([])
         router.register_forward_hook(lambda _, inputs, found, to=chosen[-1]: to.append(found[2].flatten()))
     for row, length in zip(ids, lengths):
@@ -128,7 +141,7 @@ def test_gradient_of_the_moe_load_balancing_loss_matches_transformers(name, tmp_
 
 @pytest.mark.parametrize(
     "name, freezes",
-    [*((name, False) for name in ("llama_tied", "gemma3", "deepseek_v3", "qwen3_5_moe", "gpt_oss", "nemotron_h", "granite_4")),
+    [*((name, False) for name in ("llama_tied", "gemma3", "deepseek_v3", "qwen3_5_moe", "gpt_oss", "nemotron_h", "granite_4", "lfm2_moe")),
      *((name, True) for name in ("qwen3_moe", "gpt_oss", "deepseek_v3"))],
 )  # fmt: skip
 def test_weights_after_ten_adamw_steps_match_torch_adamw(name, freezes, tmp_path, monkeypatch):
@@ -177,6 +190,7 @@ def test_weights_after_ten_adamw_steps_match_torch_adamw(name, freezes, tmp_path
         "qwen3_next_tied_other_layers", "gpt_oss", "nemotron_h", "nemotron_h_other_layers", "nemotron_h_experts",
         "nemotron_h_latent_experts", "nemotron_h_groups_of_experts", "granite_4", "granite_4_of_attention", "granite_4_other_layers", "granite_4_experts", "granite_experts", "ministral3",
         "exaone4", "exaone4_without_windows", "seed_oss", "ernie4_5", "glm4",
+        "lfm2", "lfm2_other_layers", "lfm2_moe", "lfm2_moe_other_layers",
     ],
 )  # fmt: skip
 def test_saved_checkpoint_gives_the_same_logits_in_transformers(name, tmp_path):

@@ -8,6 +8,7 @@ from models import build, compute_in_float64, configurations
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.lora import LoraConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.models import lfm2
 from nemo_rl_cpp.models.granite_hybrid import MODEL_TYPES, checkpoint_name
 from nemo_rl_cpp.models.hf_config import read_config
 from nemo_rl_cpp.models.lora import Lora
@@ -29,6 +30,7 @@ TARGETS = {
     "experts": named("*proj*", "*.experts"),
     "for PEFT": named("in_proj", "q_proj", "up_proj", "*.layers.1.*.down_proj", "*.experts"),
     "gate and up": named("gate_up_proj", "*.layers.1.*.down_proj", "*.layers.0.mamba.*_proj", "k_proj"),
+    "LFM2": named("conv.in_proj", "out_proj", "w1", "*.layers.1.*.w2", "q_proj", "*.experts"),
     "late": named("*.layers.2.*k*_proj", "*.layers.2.*.in_proj_b", "*.layers.1.mlp.gate*_proj"),
 }
 
@@ -77,6 +79,7 @@ GRANITE_4 = [
     ("granite_4_experts", "all"),
     ("granite_4_experts", "experts"),
 ]
+LFM2 = [("lfm2", "all"), ("lfm2_other_layers", "LFM2"), ("lfm2_moe", "all"), ("lfm2_moe", "LFM2")]
 MIXTURES = [*DEFAULT_ROPE, "deepseek_v3", "gpt_oss"]
 
 
@@ -89,12 +92,13 @@ MIXTURES = [*DEFAULT_ROPE, "deepseek_v3", "gpt_oss"]
         for targets in (DENSE if name in ("llama_biases", "qwen3_5") else DENSE[:1])
     ]
     + [(name, targets) for name in (*DEFAULT_ROPE, *MAMBA) for targets in ("all", "experts")]
-    + GRANITE_4,
+    + GRANITE_4
+    + LFM2,
 )
 def test_lora_gradients_match_autograd(name, targets, merge, tmp_path, monkeypatch):
     hf = build(name, tmp_path, torch.float64)
     compute_in_float64(hf, monkeypatch)
-    if name in MIXTURES:  # routers
+    if name in MIXTURES or name.startswith("lfm2"):  # routers, and norms with other epsilons
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     lora = lora_of(tmp_path, merge=merge, **TARGETS[targets])
     model = adapted(tmp_path, lora, torch.float64)
@@ -131,6 +135,7 @@ def of_single_matrices(lora, leaves):
     rows of B."""
     is_granite = lora.folder.config["model_type"] in MODEL_TYPES
     name_of = checkpoint_name if is_granite else str if lora.layers.mlps is None else module_name
+    name_of = lfm2.checkpoint_name if lora.layers.gated_conv else name_of
     found = {name_of(module): pair for module, pair in leaves.items()}
     for module, parts in lora.joined.items():
         a, b = found.pop(module)
@@ -235,7 +240,7 @@ def saved(tmp_path, name, of=lora_of, **keys):
     [(name, targets) for name in ("qwen2", "qwen3_5") for targets in DENSE]
     + [(name, targets) for name in MIXTURES for targets in ("all", "experts")]
     + [(name, targets) for name in MAMBA for targets in ("all", "for PEFT")]
-    + [("qwen3_next", "some"), *GRANITE_4],
+    + [("qwen3_next", "some"), *GRANITE_4, *LFM2],
 )
 def test_saved_lora_adapter_in_peft_gives_the_logits_of_the_merged_model(targets, name, tmp_path):
     peft = pytest.importorskip("peft")

@@ -12,7 +12,7 @@ from nemo_rl_cpp.models.weights import load_weights, named_views
 from test_hf_model import ragged_batch
 
 # the decoders themselves are compared in test_hf_model.py
-NAMES = ("llama_tied", "granite_tied_biases", "phi3", "gemma3", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_5_moe", "qwen3_next", "nemotron_h_experts", "granite_4_experts")  # fmt: skip
+NAMES = ("llama_tied", "granite_tied_biases", "phi3", "gemma3", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_5_moe", "qwen3_next", "nemotron_h_experts", "granite_4_experts", "lfm2_moe")  # fmt: skip
 
 
 def pair(name, folder, dtype):

@@ -28,10 +28,13 @@ _MATRICES_OF = {
 }  # fmt: skip
 MATRICES = {name: module for module, names in _MATRICES_OF.items() for name in names}
 """The matrices of a layer -> the module that contains them. A layer has either `self_attn` or, if it is recurrent,
-`linear_attn`. In Nemotron-H these modules and `mlp` are called `mixer`. All experts of a layer are one module, as in
-NeMo AutoModel."""
+`linear_attn`. In Nemotron-H these modules and `mlp` are called `mixer`, in LFM2 `linear_attn` is `conv` and `mlp` is
+`feed_forward`. All experts of a layer are one module, as in NeMo AutoModel."""
 _OF_AN_MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")  # in a layer with experts those of the shared expert
 OF_A_DELTA_NET = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+LFM2 = {"o_proj": "out_proj", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""The matrices that have other names in LFM2 -> these names."""
+_LFM2_BLOCKS = {"linear_attn": "conv", "mlp": "feed_forward"}
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """The fused matrices of Phi 3, which share one adapter in Megatron's LoRA -> the matrices that they replace."""
 MEGATRON = {
@@ -63,7 +66,7 @@ class Adapters(Section):
     """With match_all_linear false: matrices that get an adapter. q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
     down_proj (qkv_proj and gate_up_proj in Phi 3, gate_up_proj in Granite 4 and GLM-4; q_a_proj, q_b_proj, kv_a_proj_with_mqa and kv_b_proj in latent
     attention; in_proj_qkv, in_proj_z, in_proj_b, in_proj_a and out_proj in recurrent layers, in_proj and out_proj in
-    Mamba-2; shared_expert_gate in Qwen2-MoE), or names with wildcards such as `*.layers.0.*.q_proj`. In a layer with
+    Mamba-2; in_proj, q_proj, k_proj, v_proj, out_proj, w1, w2 and w3 in LFM2; shared_expert_gate in Qwen2-MoE), or names with wildcards such as `*.layers.0.*.q_proj`. In a layer with
     experts gate_proj, up_proj and down_proj are those of the shared expert, and experts are all experts. []: all except
     exclude_modules, experts, and out_proj of Nemotron-H."""
     exclude_modules: list[str] = []
@@ -130,6 +133,7 @@ class LayerKinds:
         fused_mlps: whether only the MLPs have a fused matrix (gate_up_proj), as in Granite 4 and GLM-4.
         recurrent: the indices of the recurrent layers.
         mamba: whether the recurrent layers have Mamba-2 instead of a gated delta net, as always with `mlps`.
+        gated_conv: whether the recurrent layers have LFM2's short convolutions, and all matrices LFM2's names.
         latent: whether keys and values are computed from a shared low-dimensional vector (multi-head latent attention).
         latent_queries: whether queries are also computed from a low-dimensional vector.
         experts: the indices of the layers with experts. They have no MLP, but may have a shared expert.
@@ -148,6 +152,7 @@ class LayerKinds:
     mlps: tuple[int, ...] | None = None
     fused_mlps: bool = False
     mamba: bool = False
+    gated_conv: bool = False
 
     @classmethod
     def of(cls, sizes: ModelSizes, joined: bool = False) -> Self:
@@ -157,7 +162,8 @@ class LayerKinds:
         shared = sizes.native["experts"]["shared"] if sizes.shared_expert_size else ""
         mlps = sizes.expert_layers, shared, sizes.mlp_layers or None
         fused, fused_mlps = sizes.native["fused_qkv"], sizes.native["fused_mlps"] or sizes.native["fused_gate_up"]
-        own = fused_mlps and not fused, "step_limits" in sizes.native.get("recurrent", {})
+        recurrent = sizes.native.get("recurrent", {})
+        own = fused_mlps and not fused, "step_limits" in recurrent, "gated_conv" in recurrent
         return cls(sizes.num_hidden_layers, fused or joined, sizes.recurrent_layers, *latent, *mlps, *own)
 
     def matrices(self, layer: int) -> Iterator[str]:
@@ -172,7 +178,8 @@ class LayerKinds:
         is_gated = has_experts and self.shared == "shared_expert" and not self.fused
         missing |= set() if is_gated else {"shared_expert_gate"}
         missing |= set(_OF_AN_MLP) if has_experts and not self.shared else set()
-        missing |= set(OF_A_DELTA_NET) if self.mamba or self.mlps is not None else {"in_proj"}
+        has_in_proj = self.mamba or self.gated_conv or self.mlps is not None
+        missing |= set(OF_A_DELTA_NET) if has_in_proj else {"in_proj"}
         if self.mlps is not None:
             missing = (missing - {"up_proj"}) | {"gate_proj", "gate_up_proj"}
         mixer = "linear_attn" if layer in self.recurrent else "self_attn"
@@ -184,6 +191,8 @@ class LayerKinds:
         shared = f"{self.shared}." if layer in self.experts and name in _OF_AN_MLP else ""
         block = MATRICES[name] if self.mlps is None else "mixer"
         block = "mamba" if self.mamba and block == "linear_attn" else block
+        if self.gated_conv:
+            block, name = _LFM2_BLOCKS.get(block, block), LFM2.get(name, name)
         return f"model.layers.{layer}.{block}.{shared}{name}"
 
     def modules(self) -> Iterator[str]:
@@ -193,7 +202,7 @@ class LayerKinds:
 
     def names(self) -> list[str]:
         """Return the names of all matrices that may have an adapter, without layer numbers, each once."""
-        return list(dict.fromkeys(name for layer in range(self.count) for name in self.matrices(layer)))
+        return list(dict.fromkeys(module.rpartition(".")[2] for module in self.modules()))
 
 
 def adapted_modules(lora: Adapters, layers: LayerKinds) -> list[str]:
@@ -231,6 +240,7 @@ _ANY_MODEL = (
     LayerKinds(_MANY), _JOINED, LayerKinds(_MANY, recurrent=range(_MANY)),
     LayerKinds(_MANY, latent=True), LayerKinds(_MANY, latent=True, latent_queries=True),
     *(LayerKinds(_MANY, experts=range(_MANY), shared=name) for name in ("shared_expert", "shared_experts")),
+    *(LayerKinds(_MANY, recurrent=layers, gated_conv=True) for layers in ((), range(_MANY))), LayerKinds(_MANY, experts=range(_MANY), gated_conv=True),
     *(LayerKinds(_MANY, recurrent=range(_MANY), mlps=mlps, mamba=True) for mlps in ((), None)), LayerKinds(_MANY, experts=range(_MANY), shared="shared_experts", mlps=tuple(range(_MANY))),
 )  # fmt: skip
 _ASKING = ("dim", "alpha", "target_modules", "exclude_modules", "use_rslora")  # the user then wants LoRA
@@ -292,6 +302,6 @@ def _fault(lora: Adapters, pattern: str, key: str) -> str | None:
         return None
     if any(matches(pattern, module) for module in FROZEN):
         return None if key == "exclude_modules" else f"names {pattern}: head and embedding stay frozen; leave it out"
-    names = list(dict.fromkeys(MEGATRON.values() if lora.joins else MATRICES))
+    names = list(dict.fromkeys(MEGATRON.values() if lora.joins else (*MATRICES, *LFM2.values())))
     near = did_you_mean(pattern, names)
     return f"names {pattern}, which no matrix is called{near and f'; {near}'} (there are {', '.join(names)}; * stands for any text)"

@@ -80,6 +80,7 @@ class Experts(NamedTuple):
         shared_gate: a sigmoid gate multiplies the shared expert's output.
         has_biases: router and experts have biases.
         sigmoid: the router's scores are sigmoids, and a bias is added to them for choosing experts.
+        epsilon: added to the sum by which a sigmoid router divides the scores of chosen experts.
         block, router, gate, up, down: checkpoint names of a layer's expert block, of its router, and of an expert's
             matrices."""
 
@@ -90,6 +91,7 @@ class Experts(NamedTuple):
     shared_gate: bool = True
     has_biases: bool = False
     sigmoid: bool = False
+    epsilon: float = 1e-20
     block: str = "mlp"
     router: str = "gate"
     gate: str = "gate_proj"
@@ -106,6 +108,10 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """The names that config.json may use for the number of experts."""
 
 
+DENSE_LAYERS = ("first_k_dense_replace", "num_dense_layers")
+"""The names that config.json may use for the number of layers before the first with experts."""
+
+
 def has_experts(form: Mapping[str, Plain]) -> bool:
     """Return whether the model of the config.json `form` has experts: not if hybrid_override_pattern has no E, or
     num_local_experts is 0."""
@@ -114,13 +120,13 @@ def has_experts(form: Mapping[str, Plain]) -> bool:
 
 def layers_with_experts(form: Form) -> list[int]:
     """Return the indices of the layers with a mixture of experts, according to hybrid_override_pattern, to
-    mlp_layer_types, or to mlp_only_layers, decoder_sparse_step and first_k_dense_replace."""
+    mlp_layer_types, or to mlp_only_layers, decoder_sparse_step and the number of dense layers before the first."""
     if pattern := form.get("hybrid_override_pattern"):
         return [layer for layer, letter in enumerate(pattern) if letter == "E"]
     if "mlp_layer_types" in SUPPORTED_ARCHITECTURES[form["model_type"]].defaults and (kinds := form["mlp_layer_types"]):
         return [layer for layer, kind in enumerate(kinds) if kind == SPARSE]
     dense, every = form.get("mlp_only_layers") or (), form.get("decoder_sparse_step", 1)
-    layers = range(form.get("first_k_dense_replace", 0), form["num_hidden_layers"])
+    layers = range(next((form[key] for key in DENSE_LAYERS if key in form), 0), form["num_hidden_layers"])
     return [layer for layer in layers if layer not in dense and (layer + 1) % every == 0]
 
 
@@ -154,7 +160,7 @@ class Architecture(NamedTuple):
         sinks: each attention head has a learned sink.
         rope_section: default for rope_parameters if config.json has none.
         reads_mxfp4: the experts' matrices may be quantised to MXFP4, and are read into bfloat16.
-        recurrent: keys of the sizes of RECURRENT layers: RECURRENT_SIZES, MAMBA2_SIZES or GRANITE_SIZES.
+        recurrent: keys of the sizes of RECURRENT layers: RECURRENT_SIZES, MAMBA2_SIZES, GRANITE_SIZES or LFM2_SIZES.
         mlp_width: key of the MLP's intermediate size.
         one_block: each layer has only a mixer, or only an MLP or experts without gates (models/nemotron_h.py).
         latent: the model has multi-head latent attention (models/latent_attention.py)."""
@@ -196,6 +202,8 @@ MAMBA2_SIZES = ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim
 """Keys of config.json with the sizes of Mamba-2: groups, heads, state size, head size, the convolution's width."""
 GRANITE_SIZES = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 """The keys of the same sizes in Granite 4."""
+LFM2_SIZES = ("conv_L_cache",)
+"""Key of the width of LFM2's gated short convolution, whose other sizes are hidden_size."""
 WITH_A_TEXT_SECTION = {
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
     "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
@@ -232,6 +240,11 @@ _QWEN3_5_LAYERS = Architecture(
 _BEHIND = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
 _AROUND = {"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm", **_BEHIND}
 _BEHIND_THE_FIRST = _where_switched_on(lambda form, i: i >= form["max_window_layers"])
+_LFM2_LAYERS = Architecture(
+    "Lfm2", _DEFAULTS["lfm2"], biases=(), qk_norm="head", norms={"before_attention": "operator_norm", "before_mlp": "ffn_norm"}, rope_theta=1000000.0,
+    layer_types=lambda form: [FULL if kind == FULL else RECURRENT for kind in form["layer_types"]], recurrent=LFM2_SIZES,
+    only={"conv_bias": False, "hidden_act": "silu"},
+)  # fmt: skip
 _SIGMOID_EXPERTS = Experts("n_routed_experts", shared="n_shared_experts", shared_gate=False, sigmoid=True)
 SUPPORTED_ARCHITECTURES = {
     "llama": Architecture("Llama", _DEFAULTS["llama"], biases=("attention", "mlp")),
@@ -334,6 +347,10 @@ SUPPORTED_ARCHITECTURES = {
             "attention_bias": False, "mlp_bias": False, "use_bias": False, "mamba_proj_bias": False, "use_conv_bias": True,
             "mamba_hidden_act": "silu", "sliding_window": None, "tie_word_embeddings": False,
         },
+    ),
+    "lfm2": _LFM2_LAYERS,
+    "lfm2_moe": _LFM2_LAYERS._replace(
+        title="Lfm2Moe", defaults=_DEFAULTS["lfm2_moe"], experts=Experts(sigmoid=True, epsilon=1e-6), only=_LFM2_LAYERS.only | {"use_expert_bias": True}
     ),
     "gpt_oss": Architecture(
         "GptOss", _DEFAULTS["gpt_oss"], layer_types=lambda form: _listed(form, 2), lists_layers=True, rope_theta=150000.0, rope_section=_GPT_OSS_ROPE,

@@ -29,7 +29,7 @@ class Buffers:
         pass, averaged over all layers."""
         s, layers = self.sizes, self.sizes.num_hidden_layers
         query, key_value = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
-        gate = query if s.recurrent_layers and not s.mlp_layers else 0
+        gate = query if s.native["output_gate"] else 0
         projections = 2 if s.normalises_heads else 1
         latents = (s.q_lora_rank or query) + s.kv_lora_rank + s.qk_rope_head_dim if s.kv_lora_rank else 0
         stored = projections * (query + 2 * key_value) + gate + query + latents

@@ -9,11 +9,13 @@ from pathlib import Path
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError, find_policy_weights
-from nemo_rl_cpp.models import granite_hybrid, latent_attention, nemotron_h, rope
+from nemo_rl_cpp.models import granite_hybrid, latent_attention, lfm2, nemotron_h, rope
 from nemo_rl_cpp.models.architectures import (
     DENSE,
+    DENSE_LAYERS,
     EXPERT_COUNTS,
     FULL,
+    LFM2_SIZES,
     MLP,
     RECURRENT,
     SLIDING,
@@ -145,6 +147,9 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
     if kind == granite_hybrid.HYBRID:
         _check_sizes(form, ("num_hidden_layers", "hidden_size", "mamba_n_heads", "mamba_expand"))
         form = granite_hybrid.canonical(form)
+    if kind in lfm2.MODEL_TYPES:
+        _check_sizes(form, ("num_hidden_layers",))
+        form = lfm2.canonical(form)
     if made.latent:
         _check_sizes(form, latent_attention.SIZES)
         form = latent_attention.canonical(form)
@@ -297,8 +302,8 @@ def _check_router(form: Mapping[str, Plain], count: int, chosen: int) -> None:
         raise ModelFolderError(
             f"num_experts_per_tok {chosen} of topk_group {of} of n_group {groups} groups of the {count} experts is no possible choice"
         )
-    dense = form.get("first_k_dense_replace", 0)
-    expect(is_whole(dense, 0), "first_k_dense_replace", dense, "a whole number from 0")
+    for key in form.keys() & DENSE_LAYERS:
+        expect(is_whole(form[key], 0), key, form[key], "a whole number from 0")
 
 
 def _mlp_layer_types(form: Mapping[str, Plain]) -> list[str]:
@@ -317,15 +322,18 @@ def _check_recurrent(form: Mapping[str, Plain], made: Architecture) -> None:
     """Raise ModelFolderError for an invalid size of the recurrent layers or an invalid list of layer types."""
     names = made.recurrent
     _check_sizes(form, names)
-    key_heads, value_heads, key_dim, value_dim, taps = (form[key] for key in names)
+    if form[names[-1]] > 8:
+        raise ModelFolderError(f"{names[-1]} {form[names[-1]]} is not supported: the kernels need at most 8")
+    if names == LFM2_SIZES:
+        expect(form["hidden_size"] % 16 == 0, "hidden_size", form["hidden_size"], "a multiple of 16 for convolutions")
+        return
+    key_heads, value_heads, key_dim, value_dim, _ = (form[key] for key in names)
     if value_heads % key_heads:
         raise ModelFolderError(f"{names[1]} {value_heads} is not a multiple of {names[0]} {key_heads}")
     if key_dim % 16 or key_dim > 256 or value_dim % 16:
         raise ModelFolderError(
             f"{names[2]} {key_dim} and {names[3]} {value_dim} are not supported: the kernels need multiples of 16, {names[2]} up to 256"
         )
-    if taps > 8:
-        raise ModelFolderError(f"{names[4]} {taps} is not supported: the kernels need at most 8")
     if "full_attention_interval" not in made.defaults:
         return
     _check_sizes(form, ["full_attention_interval"])
@@ -468,7 +476,8 @@ def _experts(form: Mapping[str, Plain], experts: Experts) -> dict[str, Plain]:
         shared *= form[experts.width]
     if experts.sigmoid:
         groups = {"groups": form["n_group"], "chosen_groups": form["topk_group"]}
-        sigmoid = {"sigmoid": {**groups, "scale": float(form["routed_scaling_factor"])}}
+        factors = {"scale": float(form["routed_scaling_factor"]), "epsilon": experts.epsilon}
+        sigmoid = {"sigmoid": {**groups, **factors}}
     return {
         **sigmoid,
         "layers": layers_with_experts(form),
@@ -489,6 +498,9 @@ def _recurrent(form: Mapping[str, Plain], made: Architecture) -> dict[str, Plain
     layers = [layer for layer, kind in enumerate(made.layer_types(form)) if kind == RECURRENT]
     if not layers:
         return {}
+    if made.recurrent == LFM2_SIZES:
+        heads = {"key_heads": 0, "value_heads": 1, "key_dim": 0, "value_dim": form["hidden_size"]}
+        return {"recurrent": {"layers": layers, **heads, "conv_width": form["conv_L_cache"], "gated_conv": True}}
     names = ("key_heads", "value_heads", "key_dim", "value_dim", "conv_width")
     limits = {"step_limits": nemotron_h.step_limits(form)} if "time_step_limit" in made.defaults else {}
     return {"recurrent": {"layers": layers, **{name: form[key] for name, key in zip(names, made.recurrent)}, **limits}}

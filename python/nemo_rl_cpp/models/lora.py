@@ -22,7 +22,7 @@ from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, findable_name, published_name
-from nemo_rl_cpp.models import granite_hybrid, weight_files
+from nemo_rl_cpp.models import granite_hybrid, lfm2, weight_files
 from nemo_rl_cpp.models.hf_config import read_config_file
 from nemo_rl_cpp.models.model_folder import ModelFolder
 from nemo_rl_cpp.models.model_sizes import ModelSizes
@@ -103,7 +103,8 @@ class Lora:
 
     @property
     def targets(self) -> list[str]:
-        return [our_name(f"{module}.weight") for module in self.modules]
+        name_of = weight_files.name_reader(self.folder.config)
+        return [name_of(f"{module}.weight") for module in self.modules]
 
     def slices(self, native: dict[str, Plain], ranks: Ranks) -> Slices:
         """Return the layouts of the flat buffers of the adapters' weights: of the whole model and of each
@@ -199,6 +200,8 @@ class Lora:
         return [part for module in modules for part, _ in self.joined.get(module, ((module, 0),))]
 
     def _in_peft(self, name: str) -> str:
+        if self.layers.gated_conv:
+            return lfm2.checkpoint_name(name)
         is_granite = self.folder.config["model_type"] in granite_hybrid.MODEL_TYPES
         return granite_hybrid.checkpoint_name(name) if is_granite else name
 
@@ -228,8 +231,8 @@ class Lora:
     def _peft_targets(self) -> dict[str, list[str]]:
         """Return the entries of adapter_config.json that list what is adapted: target_modules (names of modules) and,
         for MLPs of a model with experts, target_parameters (names of weights). In target_modules, PEFT would read such
-        an MLP's gate_proj, up_proj and down_proj as the experts' matrices, except in Nemotron-H. Names are short, such
-        as q_proj, if each is adapted in every layer that has it; otherwise they are full."""
+        an MLP's gate_proj, up_proj and down_proj as the experts' matrices, except in Nemotron-H and LFM2. Names are
+        short, such as q_proj, if each is adapted in every layer that has it; otherwise they are full."""
         first = "gate_up_proj" if self.layers.mlps is None else "up_proj"
 
         def is_parameter(module: str) -> bool:

@@ -76,7 +76,7 @@ class ModelFolder:
             )
         widths = {"hidden_size": native["hidden_size"], "intermediate_size": native["intermediate_size"],
                   "num_attention_heads * head_dim": native["num_heads"] * native["head_dim"]}  # fmt: skip
-        if recurrent := native.get("recurrent"):
+        if (recurrent := native.get("recurrent")) and "gated_conv" not in recurrent:
             _, heads, _, size, _ = SUPPORTED_ARCHITECTURES[self.config["model_type"]].recurrent
             widths[f"{heads} * {size}"] = recurrent["value_heads"] * recurrent["value_dim"]
         if latent := native.get("latent"):
@@ -123,12 +123,15 @@ class ModelFolder:
 
     def check_mixers(self, model: TrainedModelConfig, section: str, slices: int) -> None:
         """Raise ModelFolderError if `model`, the configuration section `section`, requests vLLM or Megatron's LoRA for
-        a kind of layer (attention, gated delta net or Mamba-2) or a number of `slices` that does not support it."""
+        a kind of layer (attention or a recurrent one) or a number of `slices` that does not support it."""
         native, kind = self.native(), self.config["model_type"]
+        recurrent = native.get("recurrent")
+        has_convolutions = recurrent is not None and "gated_conv" in recurrent
         if model.lora is not None and model.lora.joins:
             unlike = {
                 "latent attention": "latent" in native,
-                "gated delta nets": "recurrent" in native and "step_limits" not in native["recurrent"],
+                "gated short convolutions": has_convolutions,
+                "gated delta nets": recurrent is not None and not recurrent.keys() & {"step_limits", "gated_conv"},
                 "matrices that hold gate and up": native["fused_mlps"] or native["fused_gate_up"] > native["fused_qkv"],
                 "experts, which target_modules may match": "experts" in native and bool(model.lora.target_modules),
                 "tensor-parallel ranks": slices > 1,
@@ -138,10 +141,10 @@ class ModelFolder:
                     f"{section}.megatron_cfg.peft.enabled is true, but its adapters are not supported for {' and '.join(reasons)} ({kind}): "
                     f"use {section}.dtensor_cfg.lora_cfg"
                 )
-        recurrent = native.get("recurrent")
         unsent = {
             "matrices that hold gate and up": native["fused_mlps"],
             "Mamba-2": recurrent is not None and "step_limits" in recurrent,
+            "gated short convolutions": has_convolutions,
             "latent attention": "latent" in native,
         }
         reasons = [reason for reason, holds in unsent.items() if holds]

@@ -39,7 +39,7 @@ class ModelSizes:
     shared_expert_size: int = 0
     """intermediate size of the shared expert, which processes all tokens; 0: none"""
     recurrent_layers: tuple[int, ...] = ()
-    """indices of the layers with a gated delta net or Mamba-2 (sizes below)"""
+    """indices of the layers with a gated delta net, Mamba-2 or a gated short convolution (sizes below)"""
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
@@ -144,8 +144,9 @@ class ModelSizes:
 
     def state_bytes(self, width: int) -> int:
         """Return the bytes of a sequence's state in one recurrent layer: the recurrence's state in float32, and the
-        last three inputs of the convolution. `width`: bytes of a number in the run's precision."""
-        return self.recurrent_values * self.linear_key_head_dim * 4 + 3 * self.convolved * width
+        last inputs of the convolution. `width`: bytes of a number in the run's precision."""
+        inputs = self.native["recurrent"]["conv_width"] - 1
+        return self.recurrent_values * self.linear_key_head_dim * 4 + inputs * self.convolved * width
 
     @property
     def embedding_parameters(self) -> int:

@@ -92,6 +92,13 @@ def _mlp_shapes(native: Mapping[str, Plain]) -> Shapes:
 def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> Shapes:
     heads, values = sizes["value_heads"], sizes["value_heads"] * sizes["value_dim"]
     mixed = 2 * sizes["key_heads"] * sizes["key_dim"] + values
+    if "gated_conv" in sizes:
+        shapes = {
+            "in_proj": [3 * values, hidden],
+            "conv": [values, 1, sizes["conv_width"]],
+            "out_proj": [hidden, values],
+        }
+        return {f"conv.{name}.weight": shape for name, shape in shapes.items()}
     if "step_limits" in sizes:
         shapes = {
             "in_proj.weight": [values + mixed + heads, hidden], "conv1d.weight": [mixed, 1, sizes["conv_width"]], "conv1d.bias": [mixed],

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import GGUF_FILE, GGUF_TABLE, ModelFolderError
-from nemo_rl_cpp.models import granite_hybrid
+from nemo_rl_cpp.models import granite_hybrid, lfm2
 from nemo_rl_cpp.models.architectures import has_experts
 from nemo_rl_cpp.models.hf_config import read_json
 from nemo_rl_cpp.models.nemotron_h import our_name
@@ -263,14 +263,15 @@ def _predicts_more_tokens(name: str, shapes: Container[str]) -> bool:
     if found is None:
         return False
     layer, last = int(found[1]), int(found[1]) - 1
-    is_behind = not any(f"model.layers.{layer}.{norm}.weight" in shapes for norm in ("input_layernorm", "norm"))
+    norms = ("input_layernorm", "norm", "operator_norm")
+    is_behind = not any(f"model.layers.{layer}.{norm}.weight" in shapes for norm in norms)
     return is_behind and f"model.layers.{last}.mlp.gate.e_score_correction_bias" in shapes
 
 
 def _known_name(name: str, shapes: Container[str]) -> str:
-    """Return the name in `shapes` of the tensor `name`, which a checkpoint of Nemotron-H, a base model or a
+    """Return the name in `shapes` of the tensor `name`, which a checkpoint of Nemotron-H, LFM2, a base model or a
     vision-language model may spell differently."""
-    name = our_name(name) if name.startswith("backbone.") else name
+    name = our_name(name) if name.startswith("backbone.") else lfm2.our_name(name)
     name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
     return f"model.{name}" if name not in shapes and f"model.{name}" in shapes else name
 
@@ -524,7 +525,7 @@ def name_reader(config: Mapping[str, Plain]) -> Callable[[str], str]:
     """Return the function that maps PEFT's names of a model's tensors to the native core's. `config`: its config.json."""
     if config["model_type"] in granite_hybrid.MODEL_TYPES:
         return partial(granite_hybrid.our_name, has_experts=has_experts(config))
-    return our_name
+    return lfm2.our_name if config["model_type"] in lfm2.MODEL_TYPES else our_name
 
 
 def saved_adapter(weights: Path) -> SavedAdapter | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.models import granite_hybrid, weight_files
+from nemo_rl_cpp.models import granite_hybrid, lfm2, weight_files
 from nemo_rl_cpp.models.nemotron_h import checkpoint_name
 from nemo_rl_cpp.models.qwen3_next import is_fused, joined_projections
 from nemo_rl_cpp.stages import work
@@ -189,6 +189,8 @@ def save_weights(
             size = 0
         if config["model_type"] == "nemotron_h":
             name = checkpoint_name(name)
+        elif config["model_type"] in lfm2.MODEL_TYPES:
+            name = lfm2.checkpoint_name(name)
         shards[-1][name] = tensor.contiguous()
         size += tensor.nbytes
     if len(shards) == 1:

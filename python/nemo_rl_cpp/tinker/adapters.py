@@ -169,7 +169,9 @@ class AdaptedModel:
         wanted = {"mlp"} if shape.train_mlp else set()
         wanted |= {"self_attn", "linear_attn"} if shape.train_attn else set()
         default = adapted_modules(LoraConfig(), layers)
-        modules = [module for module in default if MATRICES[module.rpartition(".")[2]] in wanted]
+        parts = ((layer, name) for layer in range(layers.count) for name in layers.matrices(layer))
+        chosen = {layers.module(layer, name) for layer, name in parts if MATRICES[name] in wanted}
+        modules = [module for module in default if module in chosen]
         if not modules:
             raise ValueError("no matrix of this model would be trained: set train_attn or train_mlp")
         name, key = findable_name(base.names[-1]), "base.dtensor_cfg.lora_cfg"

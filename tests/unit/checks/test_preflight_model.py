@@ -442,6 +442,13 @@ SETTINGS = {
         (f"{SOME}=[gate_up_proj,in_proj]", None),
         (SERVER, "policy.generation.backend is vllm, but granitemoehybrid has matrices that hold gate and up, whose weights are not sent to vLLM"),
     ]),
+    "lfm2": (dict(num_hidden_layers=2, layer_types=["conv", "full_attention"]), [
+        *ACCEPTED,
+        (f"{SOME}=[gate_proj]", "which no matrix of"),
+        (f"{SOME}=[o_proj]", "layers is called: name some of in_proj, out_proj, w1, w3, w2, q_proj, k_proj, v_proj"),
+        (f"{SOME}=[w1,out_proj]", None),
+        (SERVER, "policy.generation.backend is vllm, but lfm2 has gated short convolutions, whose weights are not sent to vLLM"),
+    ]),
     "deepseek_v3": (dict(
         num_key_value_heads=2, head_dim=8, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, n_group=1, topk_group=1, first_k_dense_replace=1,

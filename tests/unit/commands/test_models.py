@@ -17,6 +17,8 @@ PARAMETERS = {
     "Qwen2.5-Math-7B": 7.616, "DeepSeek-R1-Distill-Qwen-1.5B": 1.777, "DeepSeek-R1-Distill-Qwen-7B": 7.616, "Qwen3-0.6B": 0.596, "Qwen3-1.7B": 1.721,
     "Qwen3-4B": 4.022, "Qwen3-8B": 8.191, "Qwen3-14B": 14.768, "Qwen3-32B": 32.762, "Olmo-3-1025-7B": 7.298, "SmolLM3-3B": 3.075,
     "EXAONE-4.0-1.2B": 1.28, "EXAONE-4.0-32B": 32.0, "ERNIE-4.5-0.3B": 0.361, "GLM-4-9B-0414": 9.4, "Seed-OSS-36B": 36.15,
+    "LFM2-350M": 0.3545, "LFM2-700M": 0.7425, "LFM2-1.2B": 1.1703, "LFM2-2.6B": 2.5693, "LFM2.5-350M": 0.3545, "LFM2.5-1.2B": 1.1703, "LFM2.5-2.6B": 2.69,
+    "LFM2-8B-A1B": 8.34, "LFM2.5-8B-A1B": 8.467,
     "Ministral-3-3B": 3.429, "granite-3.3-2b-instruct": 2.534, "granite-4.0-350m": 0.352, "granite-4.0-h-350m": 0.340, "granite-4.0-h-1b": 1.462, "granite-4.0-micro": 3.403,
     "granite-4.0-h-micro": 3.191, "granite-4.0-h-tiny": 6.939, "granite-4.0-h-small": 32.21, "granite-3.1-1b-a400m-instruct": 1.335, "Phi-3.5-mini-instruct": 3.821, "Phi-4-mini-instruct": 3.836, "gemma-3-270m": 0.268, "gemma-3-1b": 1.0,
     "gemma-3-4b": 3.884, "gemma-3-12b": 11.771, "gemma-3-27b": 27.016, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
@@ -43,6 +45,9 @@ QWEN3_5 = TINY | {
     "linear_key_head_dim": 32, "linear_value_head_dim": 32, "num_experts": 32, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96,
 }  # fmt: skip
 QWEN3_NEXT = QWEN3_5 | {"model_type": "qwen3_next", "mlp_only_layers": [2], "intermediate_size": 512}
+LFM2 = TINY | {
+    "model_type": "lfm2_moe", "num_hidden_layers": 3, "full_attn_idxs": [1], "num_experts": 8, "moe_intermediate_size": 64, "intermediate_size": 512,
+}  # fmt: skip
 NEMOTRON_3 = TINY | {
     "model_type": "nemotron_h", "hybrid_override_pattern": "ME*E-", "intermediate_size": 512, "n_groups": 2, "mamba_num_heads": 8, "ssm_state_size": 32,
     "mamba_head_dim": 32, "n_routed_experts": 32, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 96,
@@ -51,8 +56,8 @@ NEMOTRON_3 = TINY | {
 
 @pytest.mark.parametrize(
     "config",
-    [GLM, QWEN3_5, QWEN3_NEXT, NEMOTRON_3, NEMOTRON_3 | {"moe_latent_size": 128}],
-    ids=["glm", "qwen3.5", "qwen3-next", "nano", "super"],
+    [GLM, QWEN3_5, QWEN3_NEXT, LFM2, NEMOTRON_3, NEMOTRON_3 | {"moe_latent_size": 128}],
+    ids=["glm", "qwen3.5", "qwen3-next", "lfm2", "nano", "super"],
 )
 def test_computed_parameter_count_of_moe_models_equals_the_total_size_of_the_tensors(config):
     tensors = parameter_shapes(native_config(config)).values()

@@ -59,7 +59,7 @@ def test_generation_and_trainer_logprobs_are_bit_identical(family, precision, th
         on_threads(lambda: compare(*case), (threads,))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "lfm2"])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunked_prefill_preemption_and_batch_size_do_not_change_results_of_recurrent_layers(family, chunk):
     """A cache of few blocks preempts sequences, whose states are computed again; groups share one prompt and copy its state."""

@@ -82,6 +82,7 @@ def test_megatron_lora_adapter_is_saved_as_one_adapter_per_projection_and_restor
 @pytest.mark.parametrize(
     "more, keys, slices, reason",
     [(LATENT, {}, 1, "latent attention"), (RECURRENT, {}, 1, "gated delta nets"), (GRANITE_4, {}, 1, "matrices that hold gate and up"),
+     ({"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]}, {}, 1, "gated short convolutions"),
      (SHARED, {"target_modules": ["linear_fc1"]}, 1, "experts, which target_modules may match"), ({}, {}, 2, "tensor-parallel ranks")],
 )  # fmt: skip
 def test_unsupported_megatron_lora_settings_are_an_error(more, keys, slices, reason):

@@ -21,8 +21,7 @@ LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg
 WAYS = {"all weights": (), "LoRA": LORA, "LoRA apart": (*LORA, "++policy.dtensor_cfg.lora_cfg.merge=false")}
 WAYS |= {f"LoRA over {kind}": (*LORA, f"policy.quantization={kind}") for kind in ("q8_0", "q4_0", "nf4")}
 RECURRENT = {
-    **{family: LAYERS[family] for family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid")},
-    **{family: LAYERS[family] for family in ("lfm2", "lfm2_moe")},
+    **{family: LAYERS[family] for family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "lfm2", "lfm2_moe")},
     "nemotron_h": {
         "hybrid_override_pattern": "M-*E", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16, "mamba_head_dim": 16,
         "n_routed_experts": 6, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64,

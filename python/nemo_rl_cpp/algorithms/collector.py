@@ -239,7 +239,8 @@ class AsyncCollector(RolloutCollector):
         while len(self._batches) <= self.age:
             self._generates = True
             step = version + len(self._batches)
-            meeting = self._make_meeting() if self.pause is not None and step >= self.age else None
+            # `collect` gives a pause its weights in the next step, so the batches that are needed before have none
+            meeting = self._make_meeting() if self.pause is not None and step == version + self.age else None
             self._meetings.append(meeting)
             self._batches.append(self._submit(lambda step=step, at=meeting: self._batch_of(step, version, at)))
         with timer("exposed_generation"):

@@ -245,6 +245,13 @@ def test_resumed_async_run_trains_the_same_batches_as_the_uninterrupted_run(paus
     assert rest == whole[3:]
 
 
+@pytest.mark.parametrize("pause", [None, Pause(2, False)], ids=["whole", "weights in flight"])
+@pytest.mark.parametrize("age, versions", [(1, [3, 3, 4]), (2, [3, 3, 3])])
+def test_async_run_that_resumes_without_batches_generates_its_first_batches_from_scratch(age, versions, pause):
+    trained, _, _ = run_model([], age, steps=6, begin=3, resumed=[], pause=pause)
+    assert trained == list(zip([3, 4, 5], versions, strict=True))
+
+
 def test_async_run_generates_nothing_after_the_last_step_or_epoch():
     for age in (1, 2):
         turns, state = Turns([]), TrainState(max_num_epochs=2)

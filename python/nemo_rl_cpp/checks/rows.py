@@ -12,6 +12,7 @@ from nemo_rl_cpp.data.datasets.files import is_local
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.processors import PROCESSOR_REGISTRY, PROMPT_MAKERS
 from nemo_rl_cpp.data.tokenizer import Tokenizer
+from nemo_rl_cpp.dotted_names import is_dotted
 from nemo_rl_cpp.environments.response_data import Limits, inspect_rows
 from nemo_rl_cpp.errors import Finding, note_as_said
 
@@ -68,7 +69,8 @@ def _check_unread(section: dict[str, object]) -> None:
     if cls is not None:
         response_datasets.check_types(section, cls)
     name = section.get("processor") or getattr(cls, "default_processor", None)
-    if cls is not None and name in PROCESSOR_REGISTRY:  # the program that starts the run may register more names
+    # the program that starts the run may register more names
+    if cls is not None and (name in PROCESSOR_REGISTRY or is_dotted(name)):
         raw = RawDataset()
         raw.task_name = ""
         raw.set_task_spec({**section, "processor": name})

@@ -104,7 +104,8 @@ class DatasetDefaults(Section):
     """Text file with the prompt template. `{}` is replaced by the question. null: the question alone."""
     system_prompt_file: str | None = key(None, "Text file with the system message. null: none.")
     processor: str | None = None
-    """Name of the registered function that turns a row into a sample. null: the default of the dataset."""
+    """Function that turns a row into a sample: a registered name, or your own function as package.module.name. null:
+    the default of the dataset."""
     env_name: str | None = key(None, "Name of the environment that scores the responses, a key of `env`.")
 
     @model_serializer(mode="wrap")

@@ -86,6 +86,7 @@ def test_load_response_dataset_sets_the_configured_processor_and_prompts(tmp_pat
     ({"dataset_name": "no.such.module.Class"}, "cannot be imported: there is no module no"),
     ({"data_path": "x.jsonl"}, "lacks dataset_name"),
     ({"dataset_name": "arithmetic", "processor": "none"}, "register_processor"),
+    ({"dataset_name": "arithmetic", "processor": "no.such"}, "processor 'no.such' cannot be imported"),
     ({"dataset_name": "arithmetic", "split": "test"}, "split must be"),
     ({"dataset_name": "arithmetic", "max_number": 2}, "max_number >= 4"),
     ({"dataset_name": "reasoning_gym", "task": "letter_countin"}, "near are letter_counting"),
@@ -104,6 +105,15 @@ class MyDataset(RawDataset):
 
     def __init__(self, greeting, **kwargs):
         self.dataset = ListDataset([{"greeting": greeting}])
+
+
+def my_processor(row, spec, tokenizer, limit, index):
+    raise NotImplementedError
+
+
+def test_processor_is_loaded_by_its_dotted_python_name():
+    section = {"dataset_name": "arithmetic", "processor": f"{__name__}.my_processor"}
+    assert load_response_dataset(section).processor is my_processor
 
 
 def test_data_set_class_is_loaded_by_its_dotted_python_name():

@@ -21,6 +21,7 @@ from nemo_rl_cpp.data.interfaces import (
     TokenizerType,
 )
 from nemo_rl_cpp.data.processors import FILLS_A_PLACE, PROCESSOR_REGISTRY, split_prompt
+from nemo_rl_cpp.dotted_names import import_object, is_dotted
 from nemo_rl_cpp.user_code import call_any
 
 if TYPE_CHECKING:
@@ -52,10 +53,13 @@ class RawDataset:
     def set_processor(self) -> None:
         """Set the configured processor. Raise ValueError for an unknown name, or a prompt file without one `{}`."""
         name = self.data_config.get("processor") or self.default_processor
-        if name not in PROCESSOR_REGISTRY:
-            known = f"known are {sorted(PROCESSOR_REGISTRY)}; nemo_rl_cpp.data.processors.register_processor adds one"
+        if name in PROCESSOR_REGISTRY:
+            self.processor = PROCESSOR_REGISTRY[name]
+        elif is_dotted(name):
+            self.processor = import_object(name, "processor")
+        else:
+            known = f"known are {sorted(PROCESSOR_REGISTRY)}; register_processor or a dotted name adds one"
             raise ValueError(f"data: the processor {name!r} is unknown; {known}")
-        self.processor = PROCESSOR_REGISTRY[name]
         spec = getattr(self, "task_spec", None)
         if spec is not None and spec.prompt and self.processor in FILLS_A_PLACE:
             try:

@@ -32,7 +32,7 @@ CHANGES = {
 }  # fmt: skip
 EXPORTED = (
     "llama", "mistral", "smollm3", "granite", "qwen2", "qwen3", "olmo2", "exaone4", "glm4", "ernie4_5", "seed_oss", "phi3", "gemma2", "gemma3_text",
-    "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "qwen3_5_text", "qwen3_5_moe_text",
+    "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text",
 )  # fmt: skip
 REFUSED = {
     "llama_gelu": "the activation gelu_tanh",
@@ -40,6 +40,7 @@ REFUSED = {
     "exaone4": "windows",
     "seed_oss_other_biases": "biases",
     **dict.fromkeys(("qwen3_moe_dense_layer", "qwen3_moe_window"), "norm_topk_prob false"),
+    "lfm2_moe_other_layers": "routed_scaling_factor 2.5",
     "qwen2_moe_sparse_step": "norm_topk_prob true",
     "qwen3_5_moe_tied_other_layers": "linear_value_head_dim 32 and linear_key_head_dim 16",
     "qwen3_5_tied_other_layers": "full attention in other layers than every n-th",
@@ -124,6 +125,7 @@ def test_gguf_export_of_a_model_that_llama_cpp_does_not_support_is_an_error(name
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LFM2 = {"layer_types": ["conv", "full_attention"] * 16}
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"model_type": "olmo2", "attention_bias": True}, "biases"),
         ({"model_type": "olmo2", "tie_word_embeddings": True}, "tie_word_embeddings true"),
         ({"model_type": "gemma2", "tie_word_embeddings": False}, "tie_word_embeddings false"),
+        ({"model_type": "lfm2_moe", **LFM2, "tie_word_embeddings": False}, "tie_word_embeddings false"),
+        ({"model_type": "olmoe", "num_key_value_heads": 8}, "num_attention_heads 16 and num_key_value_heads 8"),
         ({"model_type": "gemma2", "final_logit_softcapping": None}, "a softcapping of null"),
         ({"model_type": "gemma2", "layer_types": ["sliding_attention", *["full_attention"] * 25]}, "windows in other layers than every second"),
         ({"model_type": "gemma3_text", "layer_types": ["full_attention"] * 26}, "full attention in every layer"),
@@ -146,7 +150,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
 )  # fmt: skip
 def test_gguf_export_of_a_variant_of_a_family_that_llama_cpp_does_not_compute_is_an_error(config, reason):
-    check_family(canonical_config({"model_type": config["model_type"]}))
+    check_family(
+        canonical_config({"model_type": config["model_type"], **(LFM2 if "lfm2" in config["model_type"] else {})})
+    )
     with pytest.raises(ModelFolderError, match=f"a {config['model_type']} model with {reason}.* is not computed"):
         check_family(canonical_config(config))
 

@@ -17,6 +17,7 @@ from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.hub.sources import SourceError, resolve_model
 from nemo_rl_cpp.models.gguf_export import export_gguf
 from nemo_rl_cpp.models.hf_config import read_config
+from nemo_rl_cpp.models.lfm2 import our_name
 from nemo_rl_cpp.models.model_folder import read_model_folder, tiny_random
 from nemo_rl_cpp.models.weight_files import decoded, raw_tensors, split_experts, weight_files
 from nemo_rl_cpp.models.weights import initialize_weights, save_weights
@@ -30,7 +31,7 @@ def cache(tmp_path, monkeypatch):
 
 def weights_of(path):
     tensors = split_experts(raw_tensors(weight_files(path)), is_gpt_oss=False)
-    return {name: torch.tensor(decoded(raw.dtype, raw.data)) for name, raw in tensors}
+    return {our_name(name): torch.tensor(decoded(raw.dtype, raw.data)) for name, raw in tensors}
 
 
 @pytest.mark.parametrize("name", WRITTEN)

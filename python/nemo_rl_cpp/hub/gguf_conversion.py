@@ -40,6 +40,8 @@ _KINDS = {
     "phi3": ("phi3", "Phi3"),
     "gemma2": ("gemma2", "Gemma2"),
     "gemma3": ("gemma3_text", "Gemma3"),
+    "lfm2": ("lfm2", "Lfm2"),
+    "lfm2moe": ("lfm2_moe", "Lfm2Moe"),
     "qwen35": ("qwen3_5_text", "Qwen3_5"),
     "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5Moe"),
 }
@@ -65,6 +67,8 @@ RECURRENT_AND_EXPERTS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "leading_dense_block_count": "num_dense_layers",
+    "shortconv.l_cache": "conv_L_cache",
 }
 """Optional keys of files of models with gated delta nets or experts -> keys of config.json."""
 NUMBERS = {
@@ -114,14 +118,18 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
     for source, name in CONFIG_KEYS.items():
         if architecture != "qwen35moe" or source != "feed_forward_length":  # experts alone have no such length
             default = config.get("num_attention_heads") if source == "attention.head_count_kv" else None
-            config[name] = int(_value(reader, f"{{arch}}.{source}", default))
+            number = _value(reader, f"{{arch}}.{source}", default)
+            if isinstance(number, Sequence):  # layers without attention have no keys
+                config["layer_types"] = ["full_attention" if each else "conv" for each in number]
+                number = max(number)
+            config[name] = int(number)
     for source, name in RECURRENT_AND_EXPERTS.items():
         if number := _value(reader, f"{{arch}}.{source}"):
             config[name] = int(number)
     if model_type == "mixtral":
         config["num_local_experts"] = config.pop("num_experts")
-    elif model_type in ("qwen3_moe", "qwen2_moe", "olmoe"):  # as llama.cpp computes each
-        config["norm_topk_prob"] = model_type == "qwen3_moe"
+    elif model_type in ("qwen3_moe", "lfm2_moe", "qwen2_moe", "olmoe"):  # as llama.cpp computes each
+        config["norm_topk_prob"] = model_type in ("qwen3_moe", "lfm2_moe")
     if architecture.startswith("qwen35"):
         _add_recurrence(reader, config)
     heads, width = config["num_attention_heads"], config["hidden_size"]
@@ -147,6 +155,8 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
         "torch_dtype": "float32",
         "use_cache": True,
     }
+    if model_type.startswith("lfm2"):
+        config |= {"norm_eps": config["rms_norm_eps"], "block_auto_adjust_ff_dim": False}
     for source, name in NUMBERS.items():
         if (number := _value(reader, f"{{arch}}.{source}")) is not None:
             config[name] = _short(number)

@@ -25,7 +25,14 @@ from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.gguf_conversion import CONFIG_KEYS, NUMBERS, RECURRENT_AND_EXPERTS, SPLITS
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models import hf_config, rope
-from nemo_rl_cpp.models.architectures import FULL, RECURRENT, SLIDING, SUPPORTED_ARCHITECTURES
+from nemo_rl_cpp.models.architectures import (
+    FULL,
+    LFM2_SIZES,
+    RECURRENT,
+    RECURRENT_SIZES,
+    SLIDING,
+    SUPPORTED_ARCHITECTURES,
+)
 from nemo_rl_cpp.models.gguf_weights import FAMILIES, from_gguf, stored_names, stored_shape, tensor_names, to_gguf
 from nemo_rl_cpp.models.model_folder import read_model_folder
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
@@ -127,7 +134,8 @@ def _differences(config: Mapping[str, Plain]) -> Iterator[str]:
     width = config["num_attention_heads"] * config["head_dim"]
     if kind in ("qwen2", "olmo2", "phi3", "exaone4", "qwen2_moe", "olmoe") and width != config["hidden_size"]:
         yield f"heads of {width} numbers together and hidden_size {config['hidden_size']}"
-    if kind in ("olmo2", "gemma2", "qwen2_moe", "olmoe") and config["tie_word_embeddings"] != (kind == "gemma2"):
+    tied = {"olmo2": False, "qwen2_moe": False, "olmoe": False, "gemma2": True, "lfm2_moe": True}
+    if config["tie_word_embeddings"] != tied.get(kind, config["tie_word_embeddings"]):
         yield f"tie_word_embeddings {str(config['tie_word_embeddings']).lower()}"
     if kind == "gemma2" and not (config["attn_logit_softcapping"] and config["final_logit_softcapping"]):
         yield "a softcapping of null"
@@ -139,6 +147,8 @@ def _differences(config: Mapping[str, Plain]) -> Iterator[str]:
         yield f"query_pre_attn_scalar {config['query_pre_attn_scalar']} with heads of {config['head_dim']}"
     if kind == "exaone4" and config["sliding_window"] is not None:
         yield "windows"
+    if kind == "lfm2_moe" and config["routed_scaling_factor"] != 1:
+        yield f"routed_scaling_factor {config['routed_scaling_factor']}"
     if made.experts is not None and not kind.startswith("qwen3_5"):
         yield from _expert_differences(config, native)
     if kind.startswith("qwen3_5"):
@@ -161,13 +171,13 @@ def _rope_differences(config: Mapping[str, Plain]) -> Iterator[str]:
 
 
 def _expert_differences(config: Mapping[str, Plain], native: Mapping[str, Plain]) -> Iterator[str]:
-    renormalises = config["model_type"] in ("qwen3_moe", "mixtral")
+    renormalises = config["model_type"] in ("qwen3_moe", "mixtral", "lfm2_moe")
     if native["experts"]["renormalise"] != renormalises:
         yield f"norm_topk_prob {str(not renormalises).lower()}"
     heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
     if config["model_type"] == "olmoe" and heads != keys:
         yield f"num_attention_heads {heads} and num_key_value_heads {keys}"
-    if len(native["experts"]["layers"]) < config["num_hidden_layers"]:
+    if len(native["experts"]["layers"]) < config["num_hidden_layers"] - config.get("num_dense_layers", 0):
         yield "layers without experts"
 
 
@@ -196,18 +206,25 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(float(config["rms_norm_eps"]))
     written = {**config, "max_position_embeddings": longest, "full_attention_interval": [*kinds, FULL].index(FULL) + 1}
+    if made.recurrent == LFM2_SIZES:  # layers without attention have no keys
+        written["num_key_value_heads"] = [config["num_key_value_heads"] if each == FULL else 0 for each in kinds]
     optional = {key: known for key, known in RECURRENT_AND_EXPERTS.items() if known in made.defaults}
     if made.experts is not None:
         optional["expert_count"] = made.experts.count
     for key, known in (CONFIG_KEYS | optional).items():
-        writer.add_uint32(f"{family.architecture}.{key}", written[known])
+        if isinstance(written[known], list):
+            writer.add_array(f"{family.architecture}.{key}", written[known])
+        else:
+            writer.add_uint32(f"{family.architecture}.{key}", written[known])
     for key, known in NUMBERS.items():
         if (known in made.defaults or known == "final_logit_softcapping") and config.get(known):
             writer.add_float32(f"{family.architecture}.{key}", config[known])
     if family.has_windows and window is not None:
         writer.add_sliding_window(window)
         writer.add_sliding_window_pattern([each == SLIDING for each in kinds])
-    if RECURRENT in kinds:
+    if made.experts is not None and made.experts.sigmoid:
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if made.recurrent == RECURRENT_SIZES:
         writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
         pairs = rope.rotary_size(config) // 2  # time, height and width of an image take turns; of text all are equal
         writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
@@ -234,8 +251,8 @@ def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
         writer.add_rope_scaling_orig_ctx_len(original)
 
 
-_EXACT = ("ssm_conv1d.weight", "ssm_alpha.weight", "ssm_beta.weight", "ffn_gate_inp.weight")
-"""Small matrices that are float32 in every file: convolutions and gates of gated delta nets, and routers."""
+_EXACT = ("shortconv.conv.weight", "ssm_conv1d.weight", "ssm_alpha.weight", "ssm_beta.weight", "ffn_gate_inp.weight")
+"""Small matrices that are float32 in every file: convolutions, gates of gated delta nets, and routers."""
 
 
 def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:

@@ -48,6 +48,8 @@ FAMILIES = {
     "qwen2_moe": Family("qwen2moe"),
     "olmoe": Family("olmoe"),
     "mixtral": Family("llama", interleaved=True),
+    "lfm2": Family("lfm2"),
+    "lfm2_moe": Family("lfm2moe"),
     "qwen3_5_text": Family("qwen35"),
     "qwen3_5_moe_text": Family("qwen35moe"),
 }
@@ -59,7 +61,12 @@ def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     known = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     shapes = parameter_shapes(hf_config.native_config(config))
-    spelt = {name: re.sub(r"\.experts\.\d+", ".experts", name).replace(".dt_bias", ".dt_proj.bias") for name in shapes}
+    spelt = {name: re.sub(r"\.experts\.\d+", ".experts", name) for name in shapes}
+    others = {".dt_bias": ".dt_proj.bias", "correction_bias": "correction.bias"}
+    if architecture.startswith("lfm2"):
+        others["model.norm."] = "model.embedding_norm."
+    for ours, theirs in others.items():
+        spelt = {name: spelling.replace(ours, theirs) for name, spelling in spelt.items()}
     return {name: known.get_name(spelling, try_suffixes=(".weight", ".bias")) for name, spelling in spelt.items()}
 
 
@@ -73,7 +80,7 @@ def stored_names(config: Mapping[str, Plain]) -> dict[str, list[str]]:
 
 def stored_shape(name: str, shape: Sequence[int]) -> list[int]:
     """Return the shape in llama.cpp of the parameter `name` of shape `shape`: without a dimension of size 1."""
-    if name.endswith(".conv1d.weight"):
+    if name.endswith((".conv1d.weight", ".conv.conv.weight")):
         return [shape[0], shape[2]]
     return list(shape[1:] if name.endswith(".shared_expert_gate.weight") else shape)
 

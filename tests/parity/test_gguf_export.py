@@ -26,12 +26,13 @@ CHANGES = {
     "gemma3": dict(query_pre_attn_scalar=16, final_logit_softcapping=2.0, num_hidden_layers=7, layer_types=KINDS),
     "smollm3": dict(num_hidden_layers=5, no_rope_layers=[1, 1, 1, 0, 1], layer_types=["full_attention"] * 5),
     **dict.fromkeys(("mistral_window", "qwen3_windows", "mixtral_window", "phi3"), dict(sliding_window=70)),
+    "olmo3": dict(sliding_window=9, rope_parameters={**models.configurations()["olmo3"].rope_parameters, "sliding_attention": dict(rope_type="default", rope_theta=10000.0)}),
     "olmoe": dict(num_key_value_heads=4),
     "phi3_longrope": dict(rope_parameters=LONGROPE),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_tied_other_layers"), dict(linear_key_head_dim=32)),
 }  # fmt: skip
 EXPORTED = (
-    "llama", "mistral", "smollm3", "granite", "qwen2", "qwen3", "olmo2", "exaone4", "glm4", "ernie4_5", "seed_oss", "phi3", "gemma2", "gemma3_text",
+    "llama", "mistral", "smollm3", "granite", "qwen2", "qwen3", "olmo2", "olmo3", "exaone4", "glm4", "ernie4_5", "seed_oss", "phi3", "gemma2", "gemma3_text",
     "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text",
 )  # fmt: skip
 REFUSED = {
@@ -143,6 +144,8 @@ LFM2 = {"layer_types": ["conv", "full_attention"] * 16}
         ({"model_type": "olmoe", "num_key_value_heads": 8}, "num_attention_heads 16 and num_key_value_heads 8"),
         ({"model_type": "gemma2", "final_logit_softcapping": None}, "a softcapping of null"),
         ({"model_type": "gemma2", "layer_types": ["sliding_attention", *["full_attention"] * 25]}, "windows in other layers than every second"),
+        ({"model_type": "olmo3", "layer_types": ["full_attention"] * 32}, "full attention in every layer"),
+        ({"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 9.0}}}, "another rope_theta"),
         ({"model_type": "gemma3_text", "layer_types": ["full_attention"] * 26}, "full attention in every layer"),
         ({"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "rope scaling of layers with windows"),
         ({"model_type": "qwen2", "head_dim": 64}, "heads of 2048 numbers together and hidden_size 4096"),

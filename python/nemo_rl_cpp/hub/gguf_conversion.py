@@ -114,6 +114,8 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
     (model_type, title), tensors = _KINDS[architecture], {tensor.name for tensor in reader.tensors}
     if architecture == "llama" and _value(reader, "{arch}.expert_count"):
         model_type, title = "mixtral", "Mixtral"
+    elif architecture == "olmo2" and _value(reader, "{arch}.attention.sliding_window"):
+        model_type, title = "olmo3", "Olmo3"
     config: dict[str, Plain] = {"architectures": [f"{title}ForCausalLM"], "model_type": model_type}
     for source, name in CONFIG_KEYS.items():
         if architecture != "qwen35moe" or source != "feed_forward_length":  # experts alone have no such length
@@ -172,6 +174,10 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
         if isinstance(pattern, Sequence):
             config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
     _add_rope_scaling(reader, config)
+    if model_type == "olmo3":  # only layers without windows have scaled RoPE
+        theta, scaling = {"rope_theta": config.pop("rope_theta")}, config.pop("rope_scaling")
+        plain = {"rope_type": "default", **theta}
+        config["rope_parameters"] = {"full_attention": {**(scaling or plain), **theta}, "sliding_attention": plain}
     return config
 
 

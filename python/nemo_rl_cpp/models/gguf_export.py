@@ -132,16 +132,16 @@ def _differences(config: Mapping[str, Plain]) -> Iterator[str]:
     if (native["output_bias"] or native["mlp_bias"]) and family.architecture not in ("llama", "granite"):
         yield "biases (attention_bias, mlp_bias)"
     width = config["num_attention_heads"] * config["head_dim"]
-    if kind in ("qwen2", "olmo2", "phi3", "exaone4", "qwen2_moe", "olmoe") and width != config["hidden_size"]:
+    if kind in ("qwen2", "olmo2", "olmo3", "phi3", "exaone4", "qwen2_moe", "olmoe") and width != config["hidden_size"]:
         yield f"heads of {width} numbers together and hidden_size {config['hidden_size']}"
-    tied = {"olmo2": False, "qwen2_moe": False, "olmoe": False, "gemma2": True, "lfm2_moe": True}
+    tied = {"olmo2": False, "olmo3": False, "qwen2_moe": False, "olmoe": False, "gemma2": True, "lfm2_moe": True}
     if config["tie_word_embeddings"] != tied.get(kind, config["tie_word_embeddings"]):
         yield f"tie_word_embeddings {str(config['tie_word_embeddings']).lower()}"
     if kind == "gemma2" and not (config["attn_logit_softcapping"] and config["final_logit_softcapping"]):
         yield "a softcapping of null"
     if kind == "gemma2" and kinds != [FULL if i % 2 else SLIDING for i in range(len(kinds))]:
         yield "windows in other layers than every second"
-    if kind == "gemma3_text" and SLIDING not in kinds:
+    if kind in ("gemma3_text", "olmo3") and SLIDING not in kinds:
         yield "full attention in every layer"
     if kind.startswith("gemma") and config["query_pre_attn_scalar"] != config["head_dim"]:
         yield f"query_pre_attn_scalar {config['query_pre_attn_scalar']} with heads of {config['head_dim']}"
@@ -166,6 +166,8 @@ def _rope_differences(config: Mapping[str, Plain]) -> Iterator[str]:
             yield f"yarn by {', '.join(sorted(scaling.keys() - plain.keys()))}"
     if made.local_rope is not None and rope.of_kind(config, SLIDING)["rope_scaling"] is not None:
         yield "rope scaling of layers with windows"
+    if made.local_rope == (None, made.rope_theta) and rope.of_kind(config, SLIDING)["rope_theta"] != full["rope_theta"]:
+        yield "another rope_theta in layers with windows"
     if config["model_type"] == "smollm3" and made.rotary(config) != [(i + 1) % 4 != 0 for i in layers]:
         yield "no rotary embeddings in other layers than every fourth"
 

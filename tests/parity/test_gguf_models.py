@@ -17,10 +17,8 @@ from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.hub.sources import SourceError, resolve_model
 from nemo_rl_cpp.models.gguf_export import export_gguf
 from nemo_rl_cpp.models.hf_config import read_config
-from nemo_rl_cpp.models.lfm2 import our_name
 from nemo_rl_cpp.models.model_folder import read_model_folder, tiny_random
-from nemo_rl_cpp.models.weight_files import decoded, raw_tensors, split_experts, weight_files
-from nemo_rl_cpp.models.weights import initialize_weights, save_weights
+from nemo_rl_cpp.models.weights import initialize_weights, named_views, save_weights
 from test_gguf_export import TEXTS, TOKENIZERS, WRITTEN, make, tokenizer_folder, write_tokenizer
 
 
@@ -30,8 +28,11 @@ def cache(tmp_path, monkeypatch):
 
 
 def weights_of(path):
-    tensors = split_experts(raw_tensors(weight_files(path)), is_gpt_oss=False)
-    return {our_name(name): torch.tensor(decoded(raw.dtype, raw.data)) for name, raw in tensors}
+    """Return {name: weight} of the native model, whatever names the folder's tensors have."""
+    opened = read_model_folder(path)
+    model = C.DecoderModel(opened.native(), torch.float32, False)
+    opened.fill(model)
+    return named_views(model.specs, model.compute)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -106,7 +107,7 @@ def test_quantised_base_model_keeps_the_quantised_blocks_of_a_gguf_file_unchange
     expected, found = quantised(folder, kind), quantised(file, kind)
     for name in expected if kind == "q4_0" else ():
         if ".v_proj." in name:  # has 8 bits in a model of 4, so the file's weights are rounded to these
-            expected[name] = blocks_of(weights_of(resolve_model(file))[name].view(-1, 64).float(), "q8_0")
+            expected[name] = blocks_of(weights_of(resolve_model(file))[name].view(-1, 64), "q8_0")
     assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
 
     tensor = next(each for each in gguf.GGUFReader(file).tensors if each.name == "blk.1.ffn_up.weight")
@@ -165,7 +166,7 @@ def test_gguf_tensors_in_a_quantisation_format_without_kernels_are_dequantised_o
     found = weights_of(resolve_model(file))["model.layers.0.mlp.down_proj.weight"]
     tensor = tensors["blk.0.ffn_down.weight"]
     assert tensor.tensor_type.name == "Q5_1"
-    assert found.tolist() == gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(-1).tolist()
+    assert np.array_equal(found, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
 
 
 def test_lora_run_on_a_gguf_model_has_equal_logprobs_and_a_checkpoint_that_names_the_file(tmp_path):

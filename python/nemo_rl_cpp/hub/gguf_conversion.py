@@ -29,6 +29,7 @@ _KINDS = {
     "qwen3": ("qwen3", "Qwen3"),
     "smollm3": ("smollm3", "SmolLM3"),
     "granite": ("granite", "Granite"),
+    "granitemoe": ("granitemoe", "GraniteMoe"),
     "olmo2": ("olmo2", "Olmo2"),
     "exaone4": ("exaone4", "Exaone4"),
     "glm4": ("glm4", "Glm4"),
@@ -128,9 +129,7 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
     for source, name in RECURRENT_AND_EXPERTS.items():
         if number := _value(reader, f"{{arch}}.{source}"):
             config[name] = int(number)
-    if model_type == "mixtral":
-        config["num_local_experts"] = config.pop("num_experts")
-    elif model_type in ("qwen3_moe", "lfm2_moe", "qwen2_moe", "olmoe"):  # as llama.cpp computes each
+    if model_type in ("qwen3_moe", "lfm2_moe", "qwen2_moe", "olmoe"):  # as llama.cpp computes each
         config["norm_topk_prob"] = model_type in ("qwen3_moe", "lfm2_moe")
     if architecture.startswith("qwen35"):
         _add_recurrence(reader, config)

@@ -173,7 +173,7 @@ def _rope_differences(config: Mapping[str, Plain]) -> Iterator[str]:
 
 
 def _expert_differences(config: Mapping[str, Plain], native: Mapping[str, Plain]) -> Iterator[str]:
-    renormalises = config["model_type"] in ("qwen3_moe", "mixtral", "lfm2_moe")
+    renormalises = config["model_type"] in ("qwen3_moe", "mixtral", "lfm2_moe", "granitemoe")
     if native["experts"]["renormalise"] != renormalises:
         yield f"norm_topk_prob {str(not renormalises).lower()}"
     heads, keys = config["num_attention_heads"], config["num_key_value_heads"]

@@ -38,6 +38,7 @@ FAMILIES = {
     "qwen3": Family("qwen3"),
     "olmo2": Family("olmo2"),
     "olmo3": Family("olmo2", has_windows=True),
+    "granitemoe": Family("granitemoe", interleaved=True),
     "exaone4": Family("exaone4", scalings=("linear", "yarn", "llama3")),
     "glm4": Family("glm4"),
     "ernie4_5": Family("ernie4_5"),

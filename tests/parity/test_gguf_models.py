@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import gguf
+import llama_cpp
 import numpy as np
 import pytest
 import tiny
@@ -72,6 +73,23 @@ def test_tokenizer_read_from_a_gguf_file_encodes_and_decodes_like_the_exported_t
     assert found.chat_template == expected.chat_template
 
 
+SAME_RULES = {"gpt2": ("olmo", "exaone4", "smollm", "refact"), "llama3": ("lfm2", "dbrx", "glm4", "chatglm-bpe")}
+
+
+def test_tokenizers_whose_rule_has_another_name_in_llama_cpp_encode_like_llama_cpp(tmp_path):
+    jobs, expected = [], []
+    for name, rules in SAME_RULES.items():
+        folder = tokenizer_folder(name, tmp_path)
+        export_gguf(folder, folder / "model.gguf", "f32")
+        for rule in rules:
+            add = lambda writer, rule=rule: writer.add_tokenizer_pre(rule)  # noqa: E731
+            file = rewritten(folder / "model.gguf", tmp_path / f"{rule}.gguf", "tokenizer.ggml.pre", change=add)
+            jobs.append({"file": str(file), "prompt": [5, 6, 7], "count": 1, "texts": TEXTS})
+            expected.append(Tokenizer.from_pretrained(resolve_model(file)))
+    for job, found, tokenizer in zip(jobs, llama_cpp.answers(jobs, tmp_path), expected, strict=True):
+        assert found["tokens"] == [tokenizer(text)["input_ids"] for text in TEXTS], job["file"]
+
+
 SIZES = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)  # fmt: skip
 
 
@@ -137,23 +155,34 @@ def test_gguf_blocks_that_span_several_value_heads_of_a_recurrent_layer_are_dequ
     assert np.array_equal(found[:, [0, 3, 1, 4, 2, 5]], heads)
 
 
+def rewritten(file, target, *left_out, change=lambda writer: None):
+    """Write a GGUF file as `target` without the metadata `left_out`, and with those that `change` adds."""
+    reader = gguf.GGUFReader(file)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, architecture)
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture", *left_out)):
+            sub = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(key, field.contents(), field.types[0], sub)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
 def test_multi_token_prediction_layers_of_a_gguf_file_are_ignored(tmp_path):
+    def change(writer):
+        writer.add_block_count(3)
+        writer.add_nextn_predict_layers(1)
+        writer.add_tensor("blk.2.nextn.enorm.weight", np.ones(64, np.float32))
+
     folder, file = folder_of_blocks(tmp_path / "folder", RECURRENT), tmp_path / "model.gguf"
     export_gguf(folder, file, "f32")
-    reader, other = gguf.GGUFReader(file), gguf.GGUFWriter(tmp_path / "mtp.gguf", "qwen35moe")
-    for key, field in reader.fields.items():
-        if not key.startswith(("GGUF.", "general.architecture", "qwen35moe.block_count")):
-            sub = field.types[-1] if len(field.types) > 1 else None
-            other.add_key_value(key, field.contents(), field.types[0], sub)
-    other.add_block_count(3)
-    other.add_nextn_predict_layers(1)
-    for tensor in reader.tensors:
-        other.add_tensor(tensor.name, tensor.data)
-    other.add_tensor("blk.2.nextn.enorm.weight", np.ones(64, np.float32))
-    other.write_header_to_file()
-    other.write_kv_data_to_file()
-    other.write_tensors_to_file()
-    other.close()
+    rewritten(file, tmp_path / "mtp.gguf", "qwen35moe.block_count", change=change)
     expected, found = (read_model_folder(resolve_model(path)) for path in (file, tmp_path / "mtp.gguf"))
     found.check_weights()
     assert found.config == expected.config and found.config["num_hidden_layers"] == 2

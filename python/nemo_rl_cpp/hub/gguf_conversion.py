@@ -47,7 +47,7 @@ _KINDS = {
     "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5Moe"),
 }
 """Architecture in GGUF -> model_type and prefix of the class name in config.json."""
-_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
 """Number of layers that identifies a Gemma of 27B parameters, whose attention scale differs."""
 CONFIG_KEYS = {
     "block_count": "num_hidden_layers",
@@ -98,8 +98,9 @@ def _short(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def model_config(reader: GGUFReader) -> dict[str, Plain]:
-    """Return the model's config.json. Raise UnsupportedGgufError for an architecture that cannot be converted."""
+def _kind(reader: GGUFReader) -> tuple[str, str]:
+    """Return the model's model_type and the prefix of its class name. Raise UnsupportedGgufError for a file that cannot
+    be converted."""
     if reader.endianess == gguf.GGUFEndian.BIG:
         raise UnsupportedGgufError("the GGUF file is for big-endian machines: take the little-endian one")
     if (parts := _value(reader, "split.count", 1)) > 1:
@@ -112,14 +113,18 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
         raise UnsupportedGgufError(
             f"the GGUF file holds a model of the architecture {architecture!r}, which is not read; {read} are"
         )
-    (model_type, title), tensors = _KINDS[architecture], {tensor.name for tensor in reader.tensors}
     if architecture == "llama" and _value(reader, "{arch}.expert_count"):
-        model_type, title = "mixtral", "Mixtral"
-    elif architecture == "olmo2" and _value(reader, "{arch}.attention.sliding_window"):
-        model_type, title = "olmo3", "Olmo3"
-    config: dict[str, Plain] = {"architectures": [f"{title}ForCausalLM"], "model_type": model_type}
+        return "mixtral", "Mixtral"
+    if architecture == "olmo2" and _value(reader, "{arch}.attention.sliding_window"):
+        return "olmo3", "Olmo3"
+    return _KINDS[architecture]
+
+
+def _add_sizes(reader: GGUFReader, config: dict[str, Plain]) -> None:
+    """Set in `config` the numbers and sizes of layers, heads and experts."""
+    model_type = config["model_type"]
     for source, name in CONFIG_KEYS.items():
-        if architecture != "qwen35moe" or source != "feed_forward_length":  # experts alone have no such length
+        if model_type != "qwen3_5_moe_text" or source != "feed_forward_length":  # experts alone have no such length
             default = config.get("num_attention_heads") if source == "attention.head_count_kv" else None
             number = _value(reader, f"{{arch}}.{source}", default)
             if isinstance(number, Sequence):  # layers without attention have no keys
@@ -131,14 +136,20 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
             config[name] = int(number)
     if model_type in ("qwen3_moe", "lfm2_moe", "qwen2_moe", "olmoe"):  # as llama.cpp computes each
         config["norm_topk_prob"] = model_type in ("qwen3_moe", "lfm2_moe")
-    if architecture.startswith("qwen35"):
+    if model_type.startswith("qwen3_5"):
         _add_recurrence(reader, config)
-    heads, width = config["num_attention_heads"], config["hidden_size"]
     head_dim = _value(reader, "{arch}.attention.key_length") or _value(reader, "{arch}.rope.dimension_count")
-    config["head_dim"] = int(head_dim or width // heads)
+    config["head_dim"] = int(head_dim or config["hidden_size"] // config["num_attention_heads"])
     rotary = _value(reader, "{arch}.rope.dimension_count") or config["head_dim"]
     if rotary < config["head_dim"] or model_type == "glm4":  # whose default is a half
         config["partial_rotary_factor"] = rotary / config["head_dim"]
+
+
+def model_config(reader: GGUFReader) -> dict[str, Plain]:
+    """Return the model's config.json. Raise UnsupportedGgufError for an architecture that cannot be converted."""
+    (model_type, title), tensors = _kind(reader), {tensor.name for tensor in reader.tensors}
+    config: dict[str, Plain] = {"architectures": [f"{title}ForCausalLM"], "model_type": model_type}
+    _add_sizes(reader, config)
     biased = ("q", "output") if model_type in ("glm4", "seed_oss") else ("output",)
     config |= {
         "vocab_size": int(_value(reader, "{arch}.vocab_size") or len(_value(reader, "tokenizer.ggml.tokens"))),
@@ -161,11 +172,12 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
     for source, name in NUMBERS.items():
         if (number := _value(reader, f"{{arch}}.{source}")) is not None:
             config[name] = _short(number)
-    if not architecture.startswith("gemma"):
+    if not model_type.startswith("gemma"):
         config["hidden_act"] = "silu"
     else:
-        is_27b = config["num_hidden_layers"] == _LAYERS_OF_27B[architecture]
-        config["query_pre_attn_scalar"] = width // heads if is_27b else config["head_dim"]
+        is_27b = config["num_hidden_layers"] == _LAYERS_OF_27B[model_type]
+        whole = config["hidden_size"] // config["num_attention_heads"]
+        config["query_pre_attn_scalar"] = whole if is_27b else config["head_dim"]
     window = _value(reader, "{arch}.attention.sliding_window")
     if window is not None or model_type in ("phi3", "exaone4", "mixtral"):
         config["sliding_window"] = window or None
@@ -260,8 +272,15 @@ SPLITS = {_ENDINGS + r"\p{N}{1,3}" + _REST: "llama-bpe", _ENDINGS + r"\p{N}" + _
 """Regular expression by which a pre-tokenizer splits text into words -> its name in llama.cpp."""
 
 
+_SAME_WORDS = {
+    "refact": "smollm", "olmo": "gpt-2", "exaone4": "gpt-2", "lfm2": "llama-bpe", "dbrx": "llama-bpe", "glm4": "llama-bpe", "chatglm-bpe": "llama-bpe",
+}  # fmt: skip
+"""Name in llama.cpp of a rule by which text is split into words -> the name above of the same rule."""
+
+
 def _words(pre: str) -> pre_tokenizers.PreTokenizer:
     """Return the pre-tokenizer that llama.cpp calls `pre`. Raise UnsupportedGgufError for an unknown name."""
+    pre = _SAME_WORDS.get(pre, pre)
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if pre == "gpt-2":
         return words
@@ -272,14 +291,14 @@ def _words(pre: str) -> pre_tokenizers.PreTokenizer:
         if pre == name:
             split = pre_tokenizers.Split(Regex(pattern), "isolated")
             return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    known = ", ".join(("smollm", "gpt-2", *SPLITS.values()))
+    known = ", ".join(("smollm", "gpt-2", *SPLITS.values(), *_SAME_WORDS))
     raise UnsupportedGgufError(f"the GGUF file's tokenizer splits by the rule {pre!r}, which is not read; {known} are")
 
 
 def _byte_level(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
     pre = str(_value(reader, "tokenizer.ggml.pre"))
     merges = [tuple(merge.split(" ", 1)) for merge in _value(reader, "tokenizer.ggml.merges")]
-    whole_words = {"ignore_merges": True} if pre == "llama-bpe" else {}
+    whole_words = {"ignore_merges": True} if pre in ("llama-bpe", "lfm2") else {}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, byte_fallback=False, **whole_words))
     if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()

@@ -351,7 +351,9 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, vocab_size: int, end
         tokens[added["id"]], kinds[added["id"]] = added["content"], int(kind)
     if "ByteLevel" in json.dumps(written["pre_tokenizer"]):
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_split_name(written["pre_tokenizer"]))
+        rule = _split_name(written["pre_tokenizer"])
+        # the rule of Llama 3 takes a word that is a token as it is, without merges
+        writer.add_tokenizer_pre("dbrx" if rule == "llama-bpe" and not model.get("ignore_merges") else rule)
         writer.add_token_merges(merges)
     elif model.get("byte_fallback"):
         writer.add_tokenizer_model("llama")

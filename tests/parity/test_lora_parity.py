@@ -8,13 +8,12 @@ from models import build, compute_in_float64, configurations
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.lora import LoraConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
-from nemo_rl_cpp.models import lfm2
-from nemo_rl_cpp.models.granite_hybrid import MODEL_TYPES, checkpoint_name
 from nemo_rl_cpp.models.hf_config import read_config
 from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import read_model_folder
-from nemo_rl_cpp.models.nemotron_h import module_name, our_name
+from nemo_rl_cpp.models.nemotron_h import our_name
 from nemo_rl_cpp.models.qwen3_next import is_fused, joined_adapters
+from nemo_rl_cpp.models.weight_files import name_writer
 from nemo_rl_cpp.models.weights import buffers, load_weights, named_views, save_weights
 from reference.lora import adapted_call
 from test_hf_model import hf_logprobs, ragged_batch
@@ -133,9 +132,7 @@ def megatrons(folder, **keys) -> Lora:
 def of_single_matrices(lora, leaves):
     """Return {transformers' module: (A, B)}. A joined adapter gives each of its modules the common A and the module's
     rows of B."""
-    is_granite = lora.folder.config["model_type"] in MODEL_TYPES
-    name_of = checkpoint_name if is_granite else str if lora.layers.mlps is None else module_name
-    name_of = lfm2.checkpoint_name if lora.layers.gated_conv else name_of
+    name_of = name_writer(lora.folder.config)
     found = {name_of(module): pair for module, pair in leaves.items()}
     for module, parts in lora.joined.items():
         a, b = found.pop(module)

@@ -72,6 +72,8 @@ RECURRENT_AND_EXPERTS = {
     "shortconv.l_cache": "conv_L_cache",
 }
 """Optional keys of files of models with gated delta nets or experts -> keys of config.json."""
+NORM_TOPK_PROB = {"qwen3_moe": True, "lfm2_moe": True, "qwen2_moe": False, "olmoe": False}
+"""model_type -> the value of norm_topk_prob that llama.cpp computes with; other mixtures always renormalise."""
 NUMBERS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -134,8 +136,8 @@ def _add_sizes(reader: GGUFReader, config: dict[str, Plain]) -> None:
     for source, name in RECURRENT_AND_EXPERTS.items():
         if number := _value(reader, f"{{arch}}.{source}"):
             config[name] = int(number)
-    if model_type in ("qwen3_moe", "lfm2_moe", "qwen2_moe", "olmoe"):  # as llama.cpp computes each
-        config["norm_topk_prob"] = model_type in ("qwen3_moe", "lfm2_moe")
+    if model_type in NORM_TOPK_PROB:
+        config["norm_topk_prob"] = NORM_TOPK_PROB[model_type]
     if model_type.startswith("qwen3_5"):
         _add_recurrence(reader, config)
     head_dim = _value(reader, "{arch}.attention.key_length") or _value(reader, "{arch}.rope.dimension_count")

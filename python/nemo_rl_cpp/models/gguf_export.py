@@ -22,7 +22,7 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.hub.gguf_conversion import CONFIG_KEYS, NUMBERS, RECURRENT_AND_EXPERTS, SPLITS
+from nemo_rl_cpp.hub.gguf_conversion import CONFIG_KEYS, NORM_TOPK_PROB, NUMBERS, RECURRENT_AND_EXPERTS, SPLITS
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models import hf_config, rope
 from nemo_rl_cpp.models.architectures import (
@@ -147,9 +147,7 @@ def _differences(config: Mapping[str, Plain]) -> Iterator[str]:
         yield f"query_pre_attn_scalar {config['query_pre_attn_scalar']} with heads of {config['head_dim']}"
     if kind == "exaone4" and config["sliding_window"] is not None:
         yield "windows"
-    if kind == "lfm2_moe" and config["routed_scaling_factor"] != 1:
-        yield f"routed_scaling_factor {config['routed_scaling_factor']}"
-    if made.experts is not None and not kind.startswith("qwen3_5"):
+    if "experts" in native:
         yield from _expert_differences(config, native)
     if kind.startswith("qwen3_5"):
         yield from _recurrent_differences(config, kinds)
@@ -166,14 +164,16 @@ def _rope_differences(config: Mapping[str, Plain]) -> Iterator[str]:
             yield f"yarn by {', '.join(sorted(scaling.keys() - plain.keys()))}"
     if made.local_rope is not None and rope.of_kind(config, SLIDING)["rope_scaling"] is not None:
         yield "rope scaling of layers with windows"
-    if made.local_rope == (None, made.rope_theta) and rope.of_kind(config, SLIDING)["rope_theta"] != full["rope_theta"]:
+    if config["model_type"] == "olmo3" and rope.of_kind(config, SLIDING)["rope_theta"] != full["rope_theta"]:
         yield "another rope_theta in layers with windows"
     if config["model_type"] == "smollm3" and made.rotary(config) != [(i + 1) % 4 != 0 for i in layers]:
         yield "no rotary embeddings in other layers than every fourth"
 
 
 def _expert_differences(config: Mapping[str, Plain], native: Mapping[str, Plain]) -> Iterator[str]:
-    renormalises = config["model_type"] in ("qwen3_moe", "mixtral", "lfm2_moe", "granitemoe")
+    if config.get("routed_scaling_factor", 1) != 1:
+        yield f"routed_scaling_factor {config['routed_scaling_factor']}"
+    renormalises = NORM_TOPK_PROB.get(config["model_type"], True)
     if native["experts"]["renormalise"] != renormalises:
         yield f"norm_topk_prob {str(not renormalises).lower()}"
     heads, keys = config["num_attention_heads"], config["num_key_value_heads"]

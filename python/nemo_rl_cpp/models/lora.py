@@ -22,11 +22,11 @@ from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, findable_name, published_name
-from nemo_rl_cpp.models import granite_hybrid, lfm2, weight_files
+from nemo_rl_cpp.models import weight_files
 from nemo_rl_cpp.models.hf_config import read_config_file
 from nemo_rl_cpp.models.model_folder import ModelFolder
 from nemo_rl_cpp.models.model_sizes import ModelSizes
-from nemo_rl_cpp.models.nemotron_h import module_name, our_name
+from nemo_rl_cpp.models.nemotron_h import our_name
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.qwen3_next import PARTS, fused_module, is_fused, joined_adapters, split_adapters
 from nemo_rl_cpp.models.weights import Slices, lora_b_for_peft, lora_b_from_peft, named_views, own_part
@@ -173,8 +173,7 @@ class Lora:
     def _parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (name in PEFT's file, tensor) for the adapter tensor `name`. If several of transformers' modules share
         the adapter, each gets its rows of B and the common A."""
-        name = name if self.layers.mlps is None else module_name(name)
-        name = self._in_peft(name)
+        name = weight_files.name_writer(self.folder.config)(name)
         module, _, matrix = name.rpartition(".lora_")
         if module not in self.joined:
             yield weight_files.PREFIX + name, tensor
@@ -196,14 +195,8 @@ class Lora:
     @property
     def _peft_modules(self) -> list[str]:
         """Return the names of the adapted modules of transformers' model."""
-        modules = map(self._in_peft, self.modules)
+        modules = map(weight_files.name_writer(self.folder.config), self.modules)
         return [part for module in modules for part, _ in self.joined.get(module, ((module, 0),))]
-
-    def _in_peft(self, name: str) -> str:
-        if self.layers.gated_conv:
-            return lfm2.checkpoint_name(name)
-        is_granite = self.folder.config["model_type"] in granite_hybrid.MODEL_TYPES
-        return granite_hybrid.checkpoint_name(name) if is_granite else name
 
     def _converted(self, convert: Callable[[Tensor, int, bool], Tensor], name: str, tensor: Tensor) -> Tensor:
         if not name.endswith(weight_files.LORA_B):

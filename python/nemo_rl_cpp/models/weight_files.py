@@ -18,7 +18,7 @@ from nemo_rl_cpp.hub.sources import GGUF_FILE, GGUF_TABLE, ModelFolderError
 from nemo_rl_cpp.models import granite_hybrid, lfm2
 from nemo_rl_cpp.models.architectures import has_experts
 from nemo_rl_cpp.models.hf_config import read_json
-from nemo_rl_cpp.models.nemotron_h import our_name
+from nemo_rl_cpp.models.nemotron_h import module_name, our_name
 from nemo_rl_cpp.models.qwen3_next import is_fused, module_parts, split_adapters, split_projections
 
 if TYPE_CHECKING:
@@ -526,6 +526,16 @@ def name_reader(config: Mapping[str, Plain]) -> Callable[[str], str]:
     if config["model_type"] in granite_hybrid.MODEL_TYPES:
         return partial(granite_hybrid.our_name, has_experts=has_experts(config))
     return lfm2.our_name if config["model_type"] in lfm2.MODEL_TYPES else our_name
+
+
+def name_writer(config: Mapping[str, Plain]) -> Callable[[str], str]:
+    """Return the function that maps the native core's names of a model's tensors and modules to PEFT's, the inverse of
+    `name_reader`. PEFT's own names are returned unchanged."""
+    if config["model_type"] in granite_hybrid.MODEL_TYPES:
+        return granite_hybrid.checkpoint_name
+    if config["model_type"] in lfm2.MODEL_TYPES:
+        return lfm2.checkpoint_name
+    return module_name if config["model_type"] == "nemotron_h" else str
 
 
 def saved_adapter(weights: Path) -> SavedAdapter | None:

@@ -18,6 +18,10 @@ LAYERS = {
     "phi3": {"sliding_window": 70, "partial_rotary_factor": 0.5},
     "gemma2": {"sliding_window": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3_text": {"sliding_window": 20, "sliding_window_pattern": 2},
+    "gemma4_text": {
+        "sliding_window": 20, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True, "global_head_dim": 32, "hidden_size_per_layer_input": 32,
+    },
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 20},
     "mixtral": {"num_local_experts": 4, "intermediate_size": 64},

@@ -33,7 +33,8 @@ inline model::QkNorm qk_norm_from(const std::string& name) {
 /// {place: name of the norm there}; a place that is not named has none.
 inline model::LayerNorms norms_from(const pybind11::dict& d) {
   const auto name = [&](const char* place) { return d.contains(place) ? d[place].cast<std::string>() : std::string(); };
-  return {name("before_attention"), name("after_attention"), name("before_mlp"), name("after_mlp")};
+  return {name("before_attention"), name("after_attention"), name("before_mlp"), name("after_mlp"),
+          name("after_per_layer")};
 }
 
 /// Sizes and names of a mixture of experts, and the layers that are one.
@@ -74,6 +75,16 @@ inline model::LatentConfig latent_from(const pybind11::dict& d) {
   return c;
 }
 
+/// The layers' own sizes, and whose keys they read: (H, K, I, values are keys, layer of the keys or -1) of each.
+inline void set_layer_sizes(model::ModelConfig& c,
+                            const std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t, bool, int>>& sizes) {
+  for (std::size_t l = 0; l < sizes.size(); ++l) {
+    auto& layer = c.layers.at(l);
+    std::tie(layer.head_dim, layer.num_kv_heads, layer.intermediate_size, layer.values_are_keys, layer.keys_of) =
+        sizes[l];
+  }
+}
+
 /// For each layer, whether its only block is a mixer or (false) an MLP.
 inline void set_blocks(model::ModelConfig& c, const std::vector<bool>& is_mixer) {
   for (std::size_t l = 0; l < is_mixer.size(); ++l)
@@ -105,6 +116,12 @@ inline model::ModelConfig config_from(const pybind11::dict& d) {
   if (d.contains("output_gate")) get("output_gate", c.output_gate);
   if (d.contains("recurrent")) set_recurrent(c, d["recurrent"].cast<pybind11::dict>());
   if (d.contains("latent")) c.latent = latent_from(d["latent"].cast<pybind11::dict>());
+  if (d.contains("layer_sizes")) {
+    set_layer_sizes(
+        c, d["layer_sizes"].cast<std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t, bool, int>>>());
+    c.value_norm = c.layer_scalars = true;
+    get("per_layer_input", c.per_layer_input);
+  }
   if (d.contains("one_block")) set_blocks(c, d["one_block"].cast<std::vector<bool>>());
   if (d.contains("experts")) set_experts(c, d["experts"].cast<pybind11::dict>());
   return c;

@@ -55,18 +55,21 @@ NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model,
   NRL_CHECK_ARG(!model_->config().value_head, "a value model has no vocabulary to generate from");
   NRL_CHECK_ARG(model_->decoder().compute_dtype() != at::kDouble,
                 "generation samples from float32 logits: use float32 or bfloat16");
-  const auto& c = model_->config();
-  const std::int64_t layer_bytes = 2 * c.num_kv_heads * c.head_dim * ops::kKeyTile *
-                                   static_cast<std::int64_t>(c10::elementSize(model_->decoder().compute_dtype()));
-  std::map<std::int64_t, std::int64_t> bytes;  // window -> bytes of a block
-  for (const auto& layer : c.layers)
-    if (layer.has_attention()) bytes[layer.window] += layer_bytes;
-  if (bytes.empty()) bytes[0] = 0;
-  for (const auto& [window, of_block] : bytes) {
-    pools_.push_back({window, of_block});
-    auto heads = model_->decoder().attention_heads(0);
-    heads.window = window;
-    steps_.emplace_back(heads, model_->device());
+  const auto& decoder = model_->decoder();
+  const auto element = static_cast<std::int64_t>(c10::elementSize(decoder.compute_dtype()));
+  std::map<std::int64_t, std::pair<std::int64_t, ops::AttentionHeads>> by_window;  // bytes of a block, heads
+  for (std::int64_t l = 0; l < model_->config().num_layers(); ++l) {
+    const auto& layer = model_->config().layers[static_cast<std::size_t>(l)];
+    if (!layer.has_attention()) continue;
+    auto& [bytes, heads] = by_window[layer.window];
+    heads = decoder.attention_heads(l);
+    if (layer.has_own_keys()) bytes += 2 * heads.num_kv_heads * heads.head_dim * ops::kKeyTile * element;
+  }
+  if (by_window.empty()) by_window[0].second = decoder.attention_heads(0);
+  for (auto& [window, pool] : by_window) {
+    pools_.push_back({window, pool.first});
+    pool.second.sinks = at::Tensor();
+    steps_.emplace_back(pool.second, model_->device());
   }
 }
 
@@ -83,11 +86,15 @@ void NativeModelRunner::allocate_cache(const std::vector<std::int64_t>& num_bloc
   recorded_.clear();
   cache_.clear();
   const auto& layers = model_->config().layers;
-  for (std::size_t i = 0; i < layers.size(); ++i)
-    cache_.push_back(layers[i].has_attention()
-                         ? ops::kv_cache_allocate(num_blocks[pool_of(i)], steps_.front().heads(),
-                                                  model_->decoder().compute_dtype(), model_->device())
-                         : at::Tensor());
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    cache_.emplace_back();
+    if (layers[i].has_own_keys())
+      cache_.back() = ops::kv_cache_allocate(num_blocks[pool_of(i)],
+                                             model_->decoder().attention_heads(static_cast<std::int64_t>(i)),
+                                             model_->decoder().compute_dtype(), model_->device());
+    // what layers that read another's keys write there is what it holds
+    else if (layers[i].has_attention()) cache_.back() = cache_[static_cast<std::size_t>(layers[i].keys_of)];
+  }
   num_blocks_ = num_blocks;
   kept_rows_.begin(num_blocks.front());
 }

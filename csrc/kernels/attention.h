@@ -33,6 +33,8 @@
 
 namespace nemo_rl::kernels {
 
+/// The most columns of a head.
+inline constexpr int kMostHeadDim = 512;
 /// Positions in a key tile and in a cache block.
 inline constexpr std::int64_t kKeyTile = 32;
 

@@ -1,5 +1,7 @@
 #include "model/activations.h"
 
+#include <tuple>
+
 namespace nemo_rl::model {
 namespace {
 
@@ -22,6 +24,7 @@ LayerActivations buffers(const Decoder& decoder, std::int64_t l, std::int64_t pl
   if (keep == Keep::nothing) return a;
   if (mixer.q_rstd > 0) a.q_rstd = take(LayerSlot::q_rstd, mixer.q_rstd, A);
   if (mixer.k_rstd > 0) a.k_rstd = take(LayerSlot::k_rstd, mixer.k_rstd, A);
+  if (mixer.v_rstd > 0) a.v_rstd = take(LayerSlot::v_rstd, mixer.v_rstd, A);
   const auto branch = [&](bool has_norm, LayerSlot out, LayerSlot rstd) {
     return has_norm ? Branch{take(out, c.hidden_size, A), take(rstd, 1, A)} : Branch{};
   };
@@ -38,14 +41,25 @@ LayerActivations buffers(const Decoder& decoder, std::int64_t l, std::int64_t pl
   if (kind.has_mixer) a.h_mid = take(LayerSlot::h_mid, c.hidden_size, A);
   if (!c.norms.before_mlp.empty()) a.rstd_mid = take(LayerSlot::rstd_mid, 1, A);
   a.mlp_branch = branch(!c.norms.after_mlp.empty(), LayerSlot::mlp_branch, LayerSlot::mlp_branch_rstd);
+  if (c.per_layer_input == 0) return a;
+  a.h_per_layer = take(LayerSlot::h_per_layer, c.hidden_size, A);
+  a.per_layer = take(LayerSlot::per_layer, 2 * c.per_layer_input, S);
+  a.per_layer_branch =
+      branch(!c.norms.after_per_layer.empty(), LayerSlot::per_layer_branch, LayerSlot::per_layer_branch_rstd);
   return a;
 }
 
-/// Layers of one kind have buffers of one shape.
-std::size_t kind_of(const Decoder& decoder, std::int64_t l) {
-  const auto& layer = decoder.config().layers[static_cast<std::size_t>(l)];
-  return (layer.has_experts ? 1 : 0) + (layer.is_recurrent ? 2 : 0) + (layer.has_mixer ? 4 : 0) +
-         (layer.has_mlp ? 8 : 0);
+/// The first layer whose buffers have the shapes of those of layer `l`.
+std::size_t first_alike(const Decoder& decoder, std::int64_t l) {
+  const auto shape = [](const LayerConfig& layer) {
+    return std::tuple(layer.has_experts, layer.is_recurrent, layer.has_mixer, layer.has_mlp, layer.head_dim,
+                      layer.num_kv_heads, layer.intermediate_size, layer.values_are_keys,
+                      layer.keys_of == LayerConfig::kOwn);
+  };
+  const auto& layers = decoder.config().layers;
+  std::size_t first = 0;
+  while (shape(layers[first]) != shape(layers[static_cast<std::size_t>(l)])) ++first;
+  return first;
 }
 
 at::Tensor stream_of(const Decoder& decoder, std::int64_t layer, std::int64_t T, Workspace& workspace) {
@@ -57,10 +71,11 @@ at::Tensor stream_of(const Decoder& decoder, std::int64_t layer, std::int64_t T,
 NothingKept::NothingKept(const Decoder& decoder, std::int64_t T, Workspace& workspace)
     : decoder_(decoder),
       workspace_(workspace),
-      h_(workspace.take(Slot::h, {T, decoder.config().hidden_size}, decoder.accumulate_dtype())) {}
+      h_(workspace.take(Slot::h, {T, decoder.config().hidden_size}, decoder.accumulate_dtype())),
+      shared_(decoder.config().layers.size()) {}
 
 LayerActivations NothingKept::layer(std::int64_t l) {
-  auto& shared = shared_[kind_of(decoder_, l)];
+  auto& shared = shared_[first_alike(decoder_, l)];
   if (!shared.qkv.defined()) shared = buffers(decoder_, l, 0, h_.size(0), Keep::nothing, workspace_);
   return shared;
 }
@@ -75,14 +90,14 @@ LayerActivations SavedActivations::layer(std::int64_t l) {
 
 KeptSink::KeptSink(const Decoder& decoder, KeptActivations& kept, std::span<const KeptActivations::Node> nodes,
                    Workspace& workspace)
-    : decoder_(decoder), kept_(kept), nodes_(nodes), workspace_(workspace) {
+    : decoder_(decoder), kept_(kept), nodes_(nodes), workspace_(workspace), shared_(decoder.config().layers.size()) {
   const auto T = static_cast<std::int64_t>(nodes.size());
   streams_[0] = workspace.take(Slot::h, {T, decoder.config().hidden_size}, decoder.accumulate_dtype());
   streams_[1] = workspace.take(Slot::h_next, {T, decoder.config().hidden_size}, decoder.accumulate_dtype());
 }
 
 LayerActivations KeptSink::layer(std::int64_t l) {
-  auto& shared = shared_[kind_of(decoder_, l)];
+  auto& shared = shared_[first_alike(decoder_, l)];
   if (!shared.qkv.defined())
     shared = buffers(decoder_, l, 0, static_cast<std::int64_t>(nodes_.size()), Keep::for_backward, workspace_);
   return shared;

@@ -52,7 +52,7 @@ class NothingKept : public ActivationSink {
   const Decoder& decoder_;
   Workspace& workspace_;
   at::Tensor h_;
-  LayerActivations shared_[16];  ///< of each kind of layer
+  std::vector<LayerActivations> shared_;  ///< at the first layer of each shape
 };
 
 /// Keeps the activations of all layers until their backward pass; with `checkpoint` only the input of each layer.
@@ -91,7 +91,7 @@ class KeptSink : public ActivationSink {
   std::span<const KeptActivations::Node> nodes_;
   Workspace& workspace_;
   at::Tensor streams_[2];
-  LayerActivations shared_[16];  ///< of each kind of layer
+  std::vector<LayerActivations> shared_;  ///< at the first layer of each shape
 };
 
 /// A source of activations that a KeptSink has stored, without a forward pass. `kept` must hold these rows until the

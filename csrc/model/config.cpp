@@ -20,6 +20,7 @@ ModelConfig ModelConfig::sliced(TensorSlice part) const {
   NRL_CHECK_ARG(!has_experts(), "tensor parallelism cannot split a mixture of experts");
   NRL_CHECK_ARG(!has_recurrent(), "tensor parallelism cannot split a recurrent layer");
   NRL_CHECK_ARG(!latent, "tensor parallelism cannot split latent attention");
+  NRL_CHECK_ARG(!layer_scalars, "tensor parallelism cannot split layers of Gemma 4");
   divide(c.num_heads, "attention heads");
   divide(c.num_kv_heads, "key/value heads");
   divide(c.intermediate_size, "columns of the MLP");
@@ -32,13 +33,18 @@ ModelConfig ModelConfig::sliced(TensorSlice part) const {
   return c;
 }
 
+ModelConfig ModelConfig::of_layer(std::int64_t l) const {
+  auto c = *this;
+  const auto& own = layers[static_cast<std::size_t>(l)];
+  if (own.head_dim > 0) c.head_dim = own.head_dim;
+  if (own.num_kv_heads > 0) c.num_kv_heads = own.num_kv_heads;
+  if (own.intermediate_size > 0) c.intermediate_size = own.intermediate_size;
+  return c;
+}
+
 bool ModelConfig::has_experts() const { return std::ranges::any_of(layers, &LayerConfig::has_experts); }
 
 bool ModelConfig::has_recurrent() const { return std::ranges::any_of(layers, &LayerConfig::is_recurrent); }
-
-bool ModelConfig::has_dense_mlp() const {
-  return std::ranges::any_of(layers, [](const auto& layer) { return layer.has_mlp && !layer.has_experts; });
-}
 
 std::int64_t ModelConfig::vocab_block() const {
   return slice.size == 1 ? kernels::kVocabBlock : std::min(kernels::kVocabBlock, vocab_size / slice.size);

@@ -24,6 +24,7 @@ struct LayerNorms {
   std::string after_attention;
   std::string before_mlp = "post_attention_layernorm";
   std::string after_mlp;
+  std::string after_per_layer;  ///< of the branch of per-layer inputs
 };
 
 enum class QkNorm {
@@ -38,9 +39,13 @@ struct LayerConfig {
   int rope = 0;               ///< index in ModelConfig::ropes of the RoPE table for queries and keys; kNoRope: none
   bool has_experts = false;   ///< its MLP is ModelConfig::experts
   bool is_recurrent = false;  ///< its mixer is recurrent (ModelConfig::recurrent) instead of attention
-  bool has_mixer = true, has_mlp = true;  ///< a layer of Nemotron-H has one of the two
+  bool has_mixer = true, has_mlp = true;                               ///< a layer of Nemotron-H has one of the two
+  std::int64_t head_dim = 0, num_kv_heads = 0, intermediate_size = 0;  ///< its own H, K and I; 0: the model's
+  bool values_are_keys = false;  ///< attention's values are its keys before their norm
+  int keys_of = kOwn;            ///< the earlier layer whose keys and values attention reads; kOwn: it has its own
   bool has_attention() const { return has_mixer && !is_recurrent; }
-  static constexpr int kNoRope = -1;
+  bool has_own_keys() const { return has_attention() && keys_of == kOwn; }
+  static constexpr int kNoRope = -1, kOwn = -1;
 };
 
 /// One RoPE table: it rotates the first 2 · inv_freq.size() dimensions of a head.
@@ -120,6 +125,9 @@ struct ModelConfig {
   QkNorm qk_norm = QkNorm::none;
   LayerNorms norms;
   kernels::Gate activation = kernels::Gate::silu;  ///< of the MLP's gate, or of an MLP without gate
+  bool value_norm = false;                         ///< values are normalised by head, without a weight: Gemma 4
+  bool layer_scalars = false;                      ///< a number, a buffer, multiplies each layer's result: Gemma 4
+  std::int64_t per_layer_input = 0;                ///< P, columns of a per-layer input (per_layer_input.h); 0: none
   bool value_head = false;                         ///< a critic: a scalar head in place of the LM head
 
   /// The format of the attention and MLP matrices of all layers, including experts; quantised matrices are frozen.
@@ -137,6 +145,8 @@ struct ModelConfig {
   /// Returns one process's slice of this whole model: an equal share of the heads, key/value heads and MLP columns, and
   /// whole blocks of the vocabulary. Throws ArgumentError if the model cannot be split like this.
   ModelConfig sliced(TensorSlice part) const;
+  /// Returns this with the sizes of layer `l` as those of all layers.
+  ModelConfig of_layer(std::int64_t l) const;
   /// The number of vocabulary entries that the log-softmax sums as one block; slices begin at multiples of it.
   std::int64_t vocab_block() const;
   /// The vocabulary entries of process `rank` of slice.size.
@@ -149,7 +159,6 @@ struct ModelConfig {
   bool has_gated_product() const { return activation == kernels::Gate::silu; }
   bool has_experts() const;
   bool has_recurrent() const;
-  bool has_dense_mlp() const;
   std::int64_t num_layers() const { return static_cast<std::int64_t>(layers.size()); }
   std::int64_t query_size() const { return num_heads * head_dim; }
   std::int64_t qkv_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }

@@ -22,26 +22,35 @@ bool are_all(std::span<const std::int64_t> rows, std::int64_t T) {
 
 Decoder::Decoder(ModelConfig config, DecoderParameters parameters, distributed::Peers* peers)
     : config_(std::move(config)), parameters_(std::move(parameters)), peers_(peers) {
-  for (const auto& rope : config_.ropes) {
-    NRL_CHECK_ARG(2 * static_cast<std::int64_t>(rope.inv_freq.size()) <= config_.head_dim, "rotary embeddings turn ",
-                  2 * rope.inv_freq.size(), " dimensions of heads of ", config_.head_dim);
-    ropes_.emplace_back(rope, device());
-  }
+  for (const auto& rope : config_.ropes) ropes_.emplace_back(rope, device());
   NRL_CHECK_ARG(!config_.output_gate || (config_.qk_norm == QkNorm::head && !config_.qkv_bias && !config_.fused_qkv),
                 "gates of attention come with norms of each query head, without biases and fused tensors");
-  for (std::int64_t l = 0; l < config_.num_layers(); ++l)
+  NRL_CHECK_ARG(!config_.value_norm || (config_.qk_norm == QkNorm::head && !config_.output_gate && !config_.qkv_bias),
+                "norms of values come with norms of each query head, without gates and biases");
+  if (config_.per_layer_input > 0) per_layer_ = std::make_unique<PerLayerInput>(config_);
+  for (std::int64_t l = 0; l < config_.num_layers(); ++l) {
     mixers_.push_back(mixer_of(config_, l)), mlps_.push_back(mlp_of(config_, l));
-  for (const auto& layer : config_.layers)
+    const auto& layer = config_.layers[static_cast<std::size_t>(l)];
     NRL_CHECK_ARG(layer.window >= 0 && layer.rope < static_cast<int>(ropes_.size()), "a layer has window ",
                   layer.window, " and rotary table ", layer.rope, " of ", ropes_.size());
+    NRL_CHECK_ARG(
+        layer.keys_of < static_cast<int>(l) && (config_.value_norm || layer.has_own_keys() || !layer.has_attention()),
+        "layer ", l, " cannot read the keys of layer ", layer.keys_of);
+    if (layer.rope == LayerConfig::kNoRope) continue;
+    const auto turned = 2 * config_.ropes[static_cast<std::size_t>(layer.rope)].inv_freq.size();
+    const auto H = attention_heads(l).head_dim;
+    NRL_CHECK_ARG(static_cast<std::int64_t>(turned) <= H, "rotary embeddings turn ", turned, " dimensions of heads of ",
+                  H);
+  }
 }
 
 ops::AttentionHeads Decoder::attention_heads(std::int64_t l) const {
+  const auto& own = config_.layers[static_cast<std::size_t>(l)];
   return {config_.num_heads,
-          config_.num_kv_heads,
-          config_.head_dim,
+          own.num_kv_heads > 0 ? own.num_kv_heads : config_.num_kv_heads,
+          own.head_dim > 0 ? own.head_dim : config_.head_dim,
           config_.attention_scale,
-          config_.layers[static_cast<std::size_t>(l)].window,
+          own.window,
           config_.attention_softcap,
           layer(l).sinks};
 }
@@ -60,8 +69,8 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
   const auto places = on_device(positions);
   auto h = sink.stream(0);
   embed(token_ids, h);
-  if (config_.embedding_multiplier != 1) h.mul_(config_.embedding_multiplier);
-  const auto s = scratch(T, {workspace, packed, adapters});
+  auto s = scratch(T, {workspace, packed, adapters});
+  if (per_layer_) s.per_layer = per_layer_->inputs(parameters_, token_ids, h, workspace);
   for (std::int64_t l = 0; l <= last; ++l) {
     auto a = sink.layer(l);
     a.h_in = h;
@@ -77,7 +86,9 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
       at::index_select_out(h_rows, h, 0, index);
       a.h_in = h_rows;
       const auto adapters_of_rows = weights(l, s.context).adapters_of(index);
-      finish_layer(l, of_rows, a, h_rows, scratch(R, {workspace, packed, adapters_of_rows}));
+      auto s_rows = scratch(R, {workspace, packed, adapters_of_rows});
+      if (per_layer_) s_rows.per_layer = s.per_layer.index_select(0, index);
+      finish_layer(l, of_rows, a, h_rows, s_rows);
       return h_rows;
     }
     h = sink.stream(l + 1);
@@ -97,17 +108,22 @@ Decoder::OwnTokens Decoder::own_tokens(const at::Tensor& token_ids) const {
   return {index, ids.index_select(0, index)};
 }
 
-/// h [T, D] = the rows of the embedding. Of a split one each process has some; the sum with the others' zeros is exact.
+/// h [T, D] = the rows of the embedding, scaled. Of a split one each process has some; the sum with the others' zeros
+/// is exact.
 void Decoder::embed(const at::Tensor& token_ids, const at::Tensor& h) const {
-  if (peers_ == nullptr) return ops::embedding_forward(parameters_.embedding, token_ids, h, compute_dtype());
-  ops::check_token_ids({token_ids.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(token_ids.numel())},
-                       config_.vocab_size, "embedding_forward");
-  const auto own = own_tokens(token_ids);
-  const auto rows = at::empty({own.ids.numel(), h.size(1)}, h.options());
-  ops::embedding_forward(parameters_.embedding, own.ids, rows, compute_dtype());
-  h.zero_();
-  const_cast<at::Tensor&>(h).index_copy_(0, own.index, rows);
-  peers_->sum(h, "adding the embeddings of all slices");
+  if (peers_ == nullptr) {
+    ops::embedding_forward(parameters_.embedding, token_ids, h, compute_dtype());
+  } else {
+    ops::check_token_ids({token_ids.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(token_ids.numel())},
+                         config_.vocab_size, "embedding_forward");
+    const auto own = own_tokens(token_ids);
+    const auto rows = at::empty({own.ids.numel(), h.size(1)}, h.options());
+    ops::embedding_forward(parameters_.embedding, own.ids, rows, compute_dtype());
+    h.zero_();
+    const_cast<at::Tensor&>(h).index_copy_(0, own.index, rows);
+    peers_->sum(h, "adding the embeddings of all slices");
+  }
+  if (config_.embedding_multiplier != 1) h.mul_(config_.embedding_multiplier);
 }
 
 void Decoder::embed_backward(const at::Tensor& dh, const at::Tensor& token_ids, const at::Tensor& d_embedding) const {
@@ -121,8 +137,6 @@ Decoder::Scratch Decoder::scratch(std::int64_t T, const ProductContext& context)
   const auto S = compute_dtype();
   auto& workspace = context.workspace;
   Scratch s{.normed = workspace.take(Slot::normed, {T, c.hidden_size}, S), .context = context};
-  s.mlp.workspace = &workspace;
-  if (c.has_dense_mlp()) s.mlp.act = workspace.take(Slot::act, {T, c.intermediate_size}, S);
   const bool norms = !c.norms.after_attention.empty() || !c.norms.after_mlp.empty();
   if (!norms && peers_ == nullptr && c.residual_multiplier == 1) return s;
   s.branch_out = workspace.take(Slot::branch_out, {T, c.hidden_size}, accumulate_dtype());
@@ -175,7 +189,7 @@ void Decoder::add_branch(const Product& product, const at::Tensor& norm, const B
   h.add_(added);
 }
 
-/// The output product of `mixed` and the MLP: what they add to the residual stream.
+/// The output product of `mixed`, the MLP and per-layer inputs: what they add to the residual stream.
 void Decoder::finish_layer(std::int64_t l, const at::Tensor& mixed, LayerActivations& a, const at::Tensor& h_out,
                            const Scratch& s) {
   const auto& p = layer(l);
@@ -190,11 +204,22 @@ void Decoder::finish_layer(std::int64_t l, const at::Tensor& mixed, LayerActivat
                p.norm_after_attention, a.attn_branch, h, s);
   }
   if (!has_mlp(l)) return;
+  auto& workspace = s.context.workspace;
   mlp(l).ask_ahead(w);
   const auto x = normalised(h, p.norm_before_mlp, a.rstd_mid, s.normed);
   if (!h_out.is_same(h)) h_out.copy_(h);
-  add_branch([&](const at::Tensor& y, bool accumulate) { mlp(l).forward(w, x, y, accumulate, a, s.mlp); },
+  add_branch([&](const at::Tensor& y, bool accumulate) { mlp(l).forward(w, x, y, accumulate, a, workspace); },
              p.norm_after_mlp, a.mlp_branch, h_out, s);
+  if (per_layer_) {
+    if (a.h_per_layer.defined()) a.h_per_layer.copy_(h_out);
+    const auto stream = normalised(h_out, {}, {}, s.normed);
+    add_branch(
+        [&](const at::Tensor& y, bool accumulate) {
+          per_layer_->forward(w, l, stream, s.per_layer, a.per_layer, y, accumulate, workspace);
+        },
+        p.norm_after_per_layer, a.per_layer_branch, h_out, s);
+  }
+  if (p.layer_scalar.defined()) h_out.mul_(p.layer_scalar);
 }
 
 /// What a branch reads: h normalised into `out`, or h itself where no norm stands before it; in the compute type.

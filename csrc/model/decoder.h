@@ -16,6 +16,7 @@
 #include "model/mixer.h"
 #include "model/mlp.h"
 #include "model/parameters.h"
+#include "model/per_layer_input.h"
 #include "model/rope_table.h"
 #include "model/workspace.h"
 #include "ops/attention.h"
@@ -88,7 +89,7 @@ class Decoder {
     at::Tensor normed;      ///< [T, D] S: the input of a branch
     at::Tensor branch_out;  ///< [T, D] A: a branch's output, if a norm, a sum over peers or a factor follows
     at::Tensor branch;      ///< [T, D] S: the same, normalised
-    MlpScratch mlp;
+    at::Tensor per_layer;   ///< [T, L·P] S: the per-layer inputs
     ProductContext context;
   };
   Scratch scratch(std::int64_t T, const ProductContext& context) const;
@@ -122,6 +123,8 @@ class Decoder {
                              const at::Tensor& d_norm, Workspace& workspace) const;
   void add_input_gradient(const at::Tensor& d_normed, const at::Tensor& h, const at::Tensor& norm,
                           const at::Tensor& rstd, const at::Tensor& dh, const at::Tensor& d_norm) const;
+  void backward_per_layer(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const at::Tensor& d_inputs,
+                          const LayerGradients& grads, Workspace& workspace);
   void backward_mlp(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const History& history,
                     const LayerGradients& grads, Workspace& workspace);
   void backward_mixer(std::int64_t l, const LayerActivations& a, const at::Tensor& positions, const at::Tensor& dh,
@@ -132,6 +135,7 @@ class Decoder {
   std::vector<RopeTable> ropes_;
   std::vector<std::unique_ptr<Mixer>> mixers_;
   std::vector<std::unique_ptr<Mlp>> mlps_;
+  std::unique_ptr<PerLayerInput> per_layer_;
   distributed::Peers* peers_;
   const AddedAdapters* added_ = nullptr;
 };

@@ -10,16 +10,31 @@ namespace nemo_rl::model {
 void Decoder::backward(ActivationSource& source, const at::Tensor& dh, const History& history,
                        const GradientViews& grads, Workspace& workspace, const LayerDone& layer_done) {
   const auto positions = on_device(source.positions());
+  const auto& dense = grads.dense();
+  at::Tensor per_layer, d_per_layer;
+  if (per_layer_ && source.holds_input_alone(0)) {
+    const auto embedded = at::empty(dh.sizes(), dh.options());
+    embed(source.token_ids(), embedded);
+    per_layer = per_layer_->inputs(parameters_, source.token_ids(), embedded, workspace);
+  }
+  if (dense.per_layer_embedding.defined())
+    d_per_layer = workspace.take(Slot::d_per_layer, {dh.size(0), dense.per_layer_embedding.size(1)}, compute_dtype());
   for (std::int64_t l = config_.num_layers() - 1; l >= grads.first_layer(); --l) {
     auto a = source.layer(l);
-    if (source.holds_input_alone(l))
-      run_layer(l, positions, history, a, workspace.take(Slot::recomputed, dh.sizes(), dh.scalar_type()),
-                scratch(dh.size(0), {workspace}));
+    if (source.holds_input_alone(l)) {
+      auto s = scratch(dh.size(0), {workspace});
+      s.per_layer = per_layer;
+      run_layer(l, positions, history, a, workspace.take(Slot::recomputed, dh.sizes(), dh.scalar_type()), s);
+    }
+    if (const auto& scalar = layer(l).layer_scalar; scalar.defined()) dh.mul_(scalar);
+    if (per_layer_) backward_per_layer(l, a, dh, d_per_layer, grads.layer(l), workspace);
     if (has_mlp(l)) backward_mlp(l, a, dh, history, grads.layer(l), workspace);
     if (has_mixer(l)) backward_mixer(l, a, positions, dh, history, grads, workspace);
     if (layer_done) layer_done(l);
   }
-  if (const auto& embedding = grads.dense().embedding; embedding.defined()) {
+  if (const auto& embedding = dense.embedding; embedding.defined()) {
+    if (per_layer_)
+      per_layer_->inputs_backward(parameters_, source.token_ids(), source.layer(0).h_in, d_per_layer, dense, dh);
     if (config_.embedding_multiplier != 1) dh.mul_(config_.embedding_multiplier);
     embed_backward(dh, source.token_ids(), embedding);
   }
@@ -49,6 +64,17 @@ void Decoder::add_input_gradient(const at::Tensor& d_normed, const at::Tensor& h
   if (norm.defined())
     return ops::rms_norm_backward(d_normed, h, norm, config_.norm_offset, rstd, dh, /*accumulate=*/true, d_norm);
   dh.add_(d_normed);
+}
+
+void Decoder::backward_per_layer(std::int64_t l, const LayerActivations& a, const at::Tensor& dh,
+                                 const at::Tensor& d_inputs, const LayerGradients& grads, Workspace& workspace) {
+  const auto &p = layer(l), &g = grads.dense();
+  const std::int64_t T = dh.size(0), D = config_.hidden_size;
+  const auto dy = branch_gradient(dh, a.per_layer_branch, p.norm_after_per_layer, g.norm_after_per_layer, workspace);
+  const auto x = normalised(a.h_per_layer, {}, {}, workspace.take(Slot::normed, {T, D}, compute_dtype())),
+             d_x = workspace.take(Slot::d_normed, {T, D}, accumulate_dtype());
+  per_layer_->backward(weights(l, {workspace}), l, x, dy, a.per_layer, d_x, d_inputs, grads, workspace);
+  dh.add_(d_x);
 }
 
 void Decoder::backward_mlp(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const History& history,

@@ -126,8 +126,7 @@ void Experts::for_each_expert(const ops::ExpertGroups& groups, const F& f) const
 }
 
 void Experts::forward(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, bool accumulate,
-                      const LayerActivations& a, const MlpScratch& s) const {
-  auto& workspace = *s.workspace;
+                      const LayerActivations& a, Workspace& workspace) const {
   const auto routes = route(w, x, y.scalar_type(), workspace);
   if (e_.latent_size > 0) {
     const auto sum = workspace.take(Slot::latent_y, {x.size(0), e_.latent_size}, y.scalar_type());
@@ -138,7 +137,7 @@ void Experts::forward(const LayerWeights& w, const at::Tensor& x, const at::Tens
   } else {
     forward_experts(w, x, routes, y, accumulate, a, workspace);
   }
-  if (e_.shared_size > 0) forward_shared(w, x, y, a, s);
+  if (e_.shared_size > 0) forward_shared(w, x, y, a, workspace);
 }
 
 /// [T, L] S: what latent experts read.
@@ -184,9 +183,8 @@ at::Tensor Experts::shared_gate(const LayerWeights& w, const at::Tensor& x, cons
 
 /// y += the shared expert of x, times the sigmoid of the gate's logit if there is a gate.
 void Experts::forward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, const LayerActivations& a,
-                             const MlpScratch& s) const {
+                             Workspace& workspace) const {
   const std::int64_t T = x.size(0), I = e_.shared_size;
-  auto& workspace = *s.workspace;
   const auto gate = shared_gate(w, x, y.options());
   const auto act = workspace.take(Slot::expert_act, {T, I}, x.scalar_type()),
              out = workspace.take(Slot::shared_y, y.sizes(), y.scalar_type());

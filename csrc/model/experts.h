@@ -16,7 +16,7 @@ class Experts : public Mlp {
   void pack(const LayerWeights& w, ops::PackedWeights& packed) const override;
   void ask_ahead(const LayerWeights& w) const override;
   void forward(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, bool accumulate,
-               const LayerActivations& a, const MlpScratch& s) const override;
+               const LayerActivations& a, Workspace& workspace) const override;
   void backward(const LayerWeights& w, const std::function<at::Tensor()>& x, const at::Tensor& dy,
                 const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads, Workspace& workspace,
                 ops::ExpertBalance* balance) const override;
@@ -39,7 +39,7 @@ class Experts : public Mlp {
   void for_each_expert(const ops::ExpertGroups& groups, const F& f) const;
   at::Tensor shared_gate(const LayerWeights& w, const at::Tensor& x, const at::TensorOptions& sums) const;
   void forward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, const LayerActivations& a,
-                      const MlpScratch& s) const;
+                      Workspace& workspace) const;
   void backward_down_bias(const LayerWeights& w, const at::Tensor& dy_rows, const at::Tensor& weight,
                           const ops::ExpertGroups& groups, const at::Tensor& d_weight, const at::Tensor& d_bias,
                           Workspace& workspace) const;

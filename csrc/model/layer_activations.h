@@ -18,7 +18,7 @@ struct LayerActivations {
   at::Tensor h_in;     ///< [T, D] A: the residual stream before the layer
   at::Tensor rstd_in;  ///< [T, 1] A (if there is a norm before attention)
   at::Tensor qkv_raw;  ///< [T, (N+2K)H] S before qk-norm (only with qk-norm), or the projection of a recurrent layer
-  at::Tensor q_rstd, k_rstd;
+  at::Tensor q_rstd, k_rstd, v_rstd;
   at::Tensor qkv;             ///< [T, (N+2K)H] S after bias, qk-norm and RoPE, or after the short convolution
   at::Tensor attn;            ///< [T, N·H] S: the result of attention, or of a recurrence, before a gate
   at::Tensor lse;             ///< [T, N] A
@@ -31,12 +31,34 @@ struct LayerActivations {
   at::Tensor shared_gate_up;  ///< [T, 2I] S of the shared expert
   at::Tensor latent;          ///< [T, L] S: the sum of latent experts
   Branch mlp_branch;          ///< output of the MLP, before its norm
+  at::Tensor h_per_layer;     ///< [T, D] A: the residual stream before the branch of per-layer inputs
+  at::Tensor per_layer;       ///< [T, 2P] S: its gates, and the inputs that they multiply
+  Branch per_layer_branch;    ///< its output, before its norm
 
   /// All tensors, some undefined; each is contiguous, with one row per token.
-  std::array<at::Tensor, 17> all() const {
-    return {h_in,   rstd_in,         qkv_raw,          q_rstd, k_rstd,   qkv,     attn,
-            lse,    attn_branch.out, attn_branch.rstd, h_mid,  rstd_mid, gate_up, shared_gate_up,
-            latent, mlp_branch.out,  mlp_branch.rstd};
+  std::array<at::Tensor, 22> all() const {
+    return {h_in,
+            rstd_in,
+            qkv_raw,
+            q_rstd,
+            k_rstd,
+            v_rstd,
+            qkv,
+            attn,
+            lse,
+            attn_branch.out,
+            attn_branch.rstd,
+            h_mid,
+            rstd_mid,
+            gate_up,
+            shared_gate_up,
+            latent,
+            mlp_branch.out,
+            mlp_branch.rstd,
+            h_per_layer,
+            per_layer,
+            per_layer_branch.out,
+            per_layer_branch.rstd};
   }
 };
 

@@ -56,7 +56,7 @@ class Mixer {
   /// The number of columns of each tensor of LayerActivations that a forward pass fills; 0: not used.
   struct Kept {
     std::int64_t qkv_raw = 0, qkv = 0, attn = 0;
-    std::int64_t q_rstd = 0, k_rstd = 0, lse = 0;  ///< only for a backward pass
+    std::int64_t q_rstd = 0, k_rstd = 0, lse = 0, v_rstd = 0;  ///< only for a backward pass
   };
   virtual Kept kept() const = 0;
   /// The number of columns of the result.

@@ -40,11 +40,12 @@ class DenseMlp : public Mlp {
   }
 
   void forward(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, bool accumulate,
-               const LayerActivations& a, const MlpScratch& s) const override {
-    w.gated_product(&LayerParameters::gate_up_weight, x, w.tensors().gate_up_bias, a.gate_up, s.act);
+               const LayerActivations& a, Workspace& workspace) const override {
+    const auto act = workspace.take(Slot::act, {x.size(0), c_.intermediate_size}, x.scalar_type());
+    w.gated_product(&LayerParameters::gate_up_weight, x, w.tensors().gate_up_bias, a.gate_up, act);
     w.ask_ahead(&LayerParameters::down_weight);
     // of several slices the first adds the bias
-    w.forward(&LayerParameters::down_weight, s.act, c_.slice.rank == 0 ? w.tensors().down_bias : at::Tensor(), y,
+    w.forward(&LayerParameters::down_weight, act, c_.slice.rank == 0 ? w.tensors().down_bias : at::Tensor(), y,
               accumulate);
   }
 
@@ -80,7 +81,7 @@ std::unique_ptr<Mlp> mlp_of(const ModelConfig& config, std::int64_t l) {
   const auto& layer = config.layers[static_cast<std::size_t>(l)];
   if (!layer.has_mlp) return nullptr;
   if (layer.has_experts) return std::make_unique<Experts>(config);
-  return std::make_unique<DenseMlp>(config);
+  return std::make_unique<DenseMlp>(config.of_layer(l));
 }
 
 }  // namespace nemo_rl::model

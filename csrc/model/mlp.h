@@ -14,12 +14,6 @@
 
 namespace nemo_rl::model {
 
-/// Buffers of a forward pass.
-struct MlpScratch {
-  at::Tensor act;  ///< [T, I] S; undefined: no layer has a dense MLP
-  Workspace* workspace = nullptr;
-};
-
 class Mlp {
  public:
   virtual ~Mlp() = default;
@@ -38,7 +32,7 @@ class Mlp {
   /// y [T, D] A = mlp(x), or y += mlp(x) with `accumulate`; x [T, D] S. Fills a.gate_up, a.shared_gate_up and
   /// a.latent if they are defined. Each row of y depends only on its row of x, bit for bit.
   virtual void forward(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, bool accumulate,
-                       const LayerActivations& a, const MlpScratch& s) const = 0;
+                       const LayerActivations& a, Workspace& workspace) const = 0;
   /// d_x [T, D] A = the gradient of x, from dy [T, D] S. Adds the gradients of the tensors to `grads`. x() returns the
   /// input of the forward pass. `balance`: a loss of the experts that is added to the gradient; nullptr: none.
   virtual void backward(const LayerWeights& w, const std::function<at::Tensor()>& x, const at::Tensor& dy,

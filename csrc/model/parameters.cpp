@@ -8,6 +8,7 @@
 #include "common/check.h"
 #include "model/mixer.h"
 #include "model/mlp.h"
+#include "model/per_layer_input.h"
 #include "runtime/large_tensor.h"
 #include "runtime/tensor.h"
 
@@ -16,8 +17,10 @@ namespace {
 
 constexpr std::int64_t kAlignment = 64;  // elements: a cache line of bfloat16 and more
 constexpr auto kEmbedding = "model.embed_tokens.weight", kFinalNorm = "model.norm.weight", kLmHead = "lm_head.weight",
-               kValueHead = "score.weight", kLoraA = ".lora_A.weight", kLoraB = ".lora_B.weight",
-               kExperts = "mlp.experts.weight";
+               kValueHead = "score.weight", kPerLayerEmbedding = "model.embed_tokens_per_layer.weight",
+               kPerLayerProjection = "model.per_layer_model_projection.weight",
+               kPerLayerNorm = "model.per_layer_projection_norm.weight", kLoraA = ".lora_A.weight",
+               kLoraB = ".lora_B.weight", kExperts = "mlp.experts.weight";
 
 class LayoutBuilder {
  public:
@@ -93,6 +96,14 @@ std::vector<LayerTensor> layer_tensors(const ModelConfig& c, std::int64_t l) {
     add(mlp->tensors());
     norm(c.norms.after_mlp, &P::norm_after_mlp);
   }
+  if (c.per_layer_input > 0) {
+    add(PerLayerInput::tensors(c));
+    norm(c.norms.after_per_layer, &P::norm_after_per_layer);
+  }
+  if (c.layer_scalars) {
+    all.push_back({&P::layer_scalar, {{"layer_scalar", 1}}});
+    all.back().is_buffer = true;
+  }
   return all;
 }
 
@@ -100,7 +111,7 @@ bool lies_outside(const ModelConfig& c, const LayerTensor& tensor) {
   using P = LayerParameters;
   constexpr std::array kFields{&P::qkv_weight,     &P::q_b_weight,  &P::kv_b_weight,     &P::o_weight,
                                &P::gate_up_weight, &P::down_weight, &P::experts_gate_up, &P::experts_down,
-                               &P::shared_gate_up, &P::shared_down};
+                               &P::shared_gate_up, &P::shared_down, &P::per_layer_gate,  &P::per_layer_projection};
   const bool is_quantised = tensor.in_8_bits || std::ranges::find(kFields, tensor.field) != kFields.end();
   return tensor.is_buffer || (c.quantization && is_quantised);
 }
@@ -133,12 +144,17 @@ void check_columns(const std::string& name, std::int64_t columns) {
 ParameterLayout::ParameterLayout(const ModelConfig& c) {
   NRL_CHECK_ARG(!c.quantization || c.slice.size == 1, "a quantised model is not split into slices");
   LayoutBuilder b(*this);
-  const auto add_vocabulary = [&](const std::string& name, at::Tensor DecoderParameters::* matrix) {
-    if (!c.vocabulary_quantization()) return b.add_vocabulary(name, c.vocab_rows(), c.vocab_size, c.hidden_size);
-    check_columns(name, c.hidden_size);
-    blocks.push_back({name, {c.vocab_size, c.hidden_size}, 0, nullptr, 0, specs.size(), matrix});
+  const auto add_vocabulary = [&](const std::string& name, at::Tensor DecoderParameters::* matrix, std::int64_t width) {
+    if (!c.vocabulary_quantization()) return b.add_vocabulary(name, c.vocab_rows(), c.vocab_size, width);
+    check_columns(name, width);
+    blocks.push_back({name, {c.vocab_size, width}, 0, nullptr, 0, specs.size(), matrix});
   };
-  add_vocabulary(kEmbedding, &DecoderParameters::embedding);
+  add_vocabulary(kEmbedding, &DecoderParameters::embedding, c.hidden_size);
+  if (const auto columns = c.num_layers() * c.per_layer_input; columns > 0) {
+    add_vocabulary(kPerLayerEmbedding, &DecoderParameters::per_layer_embedding, columns);
+    b.add(kPerLayerProjection, {columns, c.hidden_size});
+    b.add(kPerLayerNorm, {c.per_layer_input});
+  }
   for (std::int64_t l = 0; l < c.num_layers(); ++l)
     for (const auto& tensor : stored_tensors(c, l)) {
       if (lies_outside(c, tensor)) {
@@ -169,7 +185,7 @@ ParameterLayout::ParameterLayout(const ModelConfig& c) {
   if (c.value_head) {
     b.add(kValueHead, {1, c.hidden_size});
   } else if (!c.tie_word_embeddings) {
-    add_vocabulary(kLmHead, &DecoderParameters::lm_head);
+    add_vocabulary(kLmHead, &DecoderParameters::lm_head, c.hidden_size);
   }
   b.align();
   index();
@@ -268,10 +284,15 @@ DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout
     return flat.narrow(0, layout.find(first).offset, numel).view(shape);
   };
   const std::int64_t vocab = c.vocab_rows().size();
-  const auto vocabulary = [&](const char* name) {
-    return c.vocabulary_quantization() ? at::Tensor() : view(name, {vocab, c.hidden_size});
+  const auto vocabulary = [&](const char* name, std::int64_t columns) {
+    return c.vocabulary_quantization() ? at::Tensor() : view(name, {vocab, columns});
   };
-  embedding = vocabulary(kEmbedding);
+  embedding = vocabulary(kEmbedding, c.hidden_size);
+  if (const auto columns = c.num_layers() * c.per_layer_input; columns > 0) {
+    per_layer_embedding = vocabulary(kPerLayerEmbedding, columns);
+    per_layer_projection = view(kPerLayerProjection, {columns, c.hidden_size});
+    per_layer_norm = view(kPerLayerNorm, {c.per_layer_input});
+  }
   layers.resize(static_cast<std::size_t>(c.num_layers()));
   for (std::int64_t l = 0; l < c.num_layers(); ++l)
     for (const auto& tensor : stored_tensors(c, l)) {
@@ -282,7 +303,7 @@ DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout
   final_norm = view(kFinalNorm, {c.hidden_size});
   lm_head = c.value_head            ? view(kValueHead, {1, c.hidden_size})
             : c.tie_word_embeddings ? embedding
-                                    : vocabulary(kLmHead);
+                                    : vocabulary(kLmHead, c.hidden_size);
 }
 
 void DecoderParameters::add_blocks(const ModelConfig& c) {
@@ -292,7 +313,8 @@ void DecoderParameters::add_blocks(const ModelConfig& c) {
       if (tensor.is_buffer) {
         auto& layer = layers[static_cast<std::size_t>(l)];
         layer.*tensor.field = at::zeros({tensor.parts.front().rows}, sums);
-        layer.load = at::zeros({tensor.parts.front().rows}, sums.dtype(at::kLong).device(at::kCPU));
+        if (tensor.field == &LayerParameters::choice_bias)
+          layer.load = at::zeros({tensor.parts.front().rows}, sums.dtype(at::kLong).device(at::kCPU));
       }
   if (!c.quantization) return;
   constexpr std::int64_t kLine = 64;
@@ -304,6 +326,7 @@ void DecoderParameters::add_blocks(const ModelConfig& c) {
     };
     if (const auto format = c.vocabulary_quantization()) {
       add(embedding, *format, c.vocab_size, c.hidden_size);
+      if (c.per_layer_input > 0) add(per_layer_embedding, *format, c.vocab_size, c.num_layers() * c.per_layer_input);
       if (!c.tie_word_embeddings && !c.value_head) add(lm_head, *format, c.vocab_size, c.hidden_size);
     }
     for (std::int64_t l = 0; l < c.num_layers(); ++l)

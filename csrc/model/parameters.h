@@ -63,6 +63,10 @@ struct LayerParameters {
   at::Tensor shared_gate_up;         ///< [2I, D], I of the shared expert, or [I, D]
   at::Tensor shared_down;            ///< [D, I]
   at::Tensor norm_after_mlp;         ///< [D]
+  at::Tensor per_layer_gate;         ///< [P, D] (per_layer_input.h)
+  at::Tensor per_layer_projection;   ///< [D, P]
+  at::Tensor norm_after_per_layer;   ///< [D]
+  at::Tensor layer_scalar;           ///< [1] A, a buffer
 };
 
 /// Rows [begin, begin + count) of a matrix of a layer.
@@ -190,8 +194,11 @@ struct DecoderParameters {
   at::Tensor blocks;     ///< the memory of all quantised matrices; undefined without
   at::Tensor embedding;  ///< [V, D]
   std::vector<LayerParameters> layers;
-  at::Tensor final_norm;  ///< [D]
-  at::Tensor lm_head;     ///< [V, D] (the embedding if tied), or the value head [1, D]
+  at::Tensor per_layer_embedding;   ///< [V, L·P], of all L layers; undefined if there are no per-layer inputs
+  at::Tensor per_layer_projection;  ///< [L·P, D]
+  at::Tensor per_layer_norm;        ///< [P]
+  at::Tensor final_norm;            ///< [D]
+  at::Tensor lm_head;               ///< [V, D] (the embedding if tied), or the value head [1, D]
 };
 
 }  // namespace nemo_rl::model

@@ -55,6 +55,8 @@ enum class Slot {
   adapter_inner,    ///< [T, parts · dim] the same times A
   adapted,          ///< [n, out] a matrix's results before rounding, of some rows
   adapter_y,        ///< [T, parts · dim] its output's gradient times their B
+  per_layer,        ///< [T, L·P] the per-layer inputs of all layers (L)
+  d_per_layer,      ///< [T, L·P] gradient of `per_layer`
   head_hidden,      ///< [U, D] rows that the head reads
   head_normed,      ///< [U, D]
   head_rstd,        ///< [U, 1]
@@ -73,6 +75,7 @@ enum class LayerSlot {
   qkv_raw,
   q_rstd,
   k_rstd,
+  v_rstd,
   qkv,
   attn,
   lse,
@@ -85,6 +88,12 @@ enum class LayerSlot {
   latent,
   mlp_branch,
   mlp_branch_rstd,
+  h_per_layer,
+  per_layer,
+  per_layer_branch,
+  per_layer_branch_rstd,
+  keys_values,    ///< [T, 2KH] of a layer whose keys and values later layers read
+  d_keys_values,  ///< [T, 2KH] A: the sum of their gradients from these layers
   count_
 };
 

@@ -148,8 +148,9 @@ const void* sinks_of(const AttentionHeads& heads) {
 kernels::AttentionShape attention_shape(const at::Tensor& qkv, const AttentionHeads& heads) {
   NRL_CHECK_ARG(heads.num_kv_heads > 0 && heads.num_heads > 0 && heads.num_heads % heads.num_kv_heads == 0,
                 "attention: ", heads.num_heads, " heads cannot share ", heads.num_kv_heads, " key/value heads evenly");
-  NRL_CHECK_ARG(heads.head_dim > 0 && heads.head_dim % 8 == 0 && heads.head_dim <= 256, "attention: head_dim is ",
-                heads.head_dim, "; expected a multiple of 8 up to 256");
+  const std::int64_t most = qkv.is_cuda() ? 256 : kernels::kMostHeadDim;
+  NRL_CHECK_ARG(heads.head_dim > 0 && heads.head_dim % 8 == 0 && heads.head_dim <= most, "attention: head_dim is ",
+                heads.head_dim, "; expected a multiple of 8 up to ", most);
   const std::int64_t columns = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim;
   NRL_CHECK_ARG(qkv.dim() == 2 && (qkv.is_cpu() || qkv.is_cuda()), "attention: qkv must be [T, ", columns,
                 "] on the CPU or a CUDA device");

@@ -18,7 +18,7 @@ using kernels::PagedSlice;
 struct AttentionHeads {
   std::int64_t num_heads = 0;     ///< N
   std::int64_t num_kv_heads = 0;  ///< K, divides N
-  std::int64_t head_dim = 0;      ///< H, a multiple of 8 up to 256
+  std::int64_t head_dim = 0;      ///< H, a multiple of 8 up to 512, on CUDA up to 256
   double scale = 1.0;             ///< usually 1/sqrt(H)
   std::int64_t window = 0;        ///< keys that a query sees at most, its own included; 0: all
   double softcap = 0;             ///< of the natural scores; 0: none

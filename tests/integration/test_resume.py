@@ -52,7 +52,9 @@ def test_killed_and_resumed_grpo_run_is_bit_identical_to_an_uninterrupted_run(ch
     assert check(f"configs/{mode}_tiny.yaml", 8, kills, [*RUN, *MODES[mode]], seed=7) == []
 
 
-@pytest.mark.parametrize("model", ["nemotron_h with experts", "qwen3_5_moe_text", "deepseek_v3", "lfm2_moe"])
+@pytest.mark.parametrize(
+    "model", ["nemotron_h with experts", "qwen3_5_moe_text", "deepseek_v3", "lfm2_moe", "gemma4_text"]
+)
 def test_killed_and_resumed_run_is_bit_identical_to_an_uninterrupted_run_for_other_architectures(check, model):
     shape = tiny.shaped({"model_type": model.partition(" ")[0]} | LAYERS[model])
     assert check("configs/grpo_tiny.yaml", 8, 1, [*RUN, *shape], seed=7) == []

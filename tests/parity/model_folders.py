@@ -58,6 +58,10 @@ def make_bases(root: Path) -> dict[str, Path]:
         "granite_moe": hf.GraniteMoeConfig(**{**SMALL, "hidden_size": 64}, num_local_experts=4, residual_multiplier=0.3),
         "gemma2": hf.Gemma2Config(**SMALL, head_dim=16, sliding_window=8, final_logit_softcapping=3.0),
         "gemma3": hf.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+        "gemma4": hf.Gemma4TextConfig(
+            **SMALL | dict(num_hidden_layers=4), head_dim=16, global_head_dim=32, num_kv_shared_layers=2, hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=SMALL["vocab_size"], sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2,
+        ),
         "qwen3_5": hf.Qwen3_5TextConfig(
             **SMALL, head_dim=16, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
             layer_types=["linear_attention", "full_attention"],
@@ -255,6 +259,27 @@ def _with_images(folder):
     return folder.tensors(lambda weights: {f"language_model.{name}": tensor for name, tensor in weights.items()} | norm)
 
 
+def _released_gemma4(folder):
+    """Change to the format of released Gemma 4 folders: a section of the text model, next to towers, keys for the sizes of
+    layers with full attention, and keys and values that are not computed."""
+    text = json.loads((folder.path / "config.json").read_text())
+    del text["per_layer_config"]
+    sizes = {"global_head_dim": 32, "num_global_key_value_heads": None}
+    folder.write(
+        "config.json", json.dumps({"model_type": "gemma4", "text_config": text | sizes, "tie_word_embeddings": True})
+    )
+    more = {f"model.layers.3.self_attn.{name}_proj.weight": torch.ones(64, 32) for name in "kv"} | {
+        "model.layers.3.self_attn.k_norm.weight": torch.ones(32)
+    }
+    towers = {
+        "model.embed_vision.embedding_projection.weight": torch.ones(2, 2),
+        "model.audio_tower.norm.weight": torch.ones(2),
+    }
+    return folder.tensors(
+        lambda w: {name.replace("model.", "model.language_model.", 1): t for name, t in (w | more).items()} | towers
+    )
+
+
 def _attention_everywhere(weights):
     """Give the first layer of a Granite 4 the attention of the second in place of Mamba-2."""
     own = {
@@ -266,7 +291,7 @@ def _attention_everywhere(weights):
 
 
 WHOLE = {
-    "gemma3 with images": of("gemma3", _with_images),
+    "gemma3 with images": of("gemma3", _with_images), "gemma4": of("gemma4"), "gemma4 as released folders have it": of("gemma4", _released_gemma4),
     "llama": of("llama"), "qwen2": of("qwen2"), "qwen3": of("qwen3"), "tied": of("tied"), "mistral": of("mistral"), "olmo2": of("olmo2"), "gelu": of("gelu"),
     **{name: of(name) for name in ("window", "olmo3", "smollm3", "exaone4", "seed_oss", "ernie4_5", "glm4", "granite", "granite_4", "granite_4_moe", "granite_moe", "lfm2", "lfm2_moe", "ministral3", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "nemotron_h", "nemotron_h_moe", "glm4_moe", "deepseek_v3", "moonlight", "glm4_moe_lite")},
     "glm4_moe with a layer that predicts more tokens": of("glm4_moe", lambda f: f.tensors(lambda w: w | {"model.layers.2.eh_proj.weight": torch.ones(32, 64)})),

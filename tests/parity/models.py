@@ -59,6 +59,14 @@ def configurations() -> dict:
         shared_intermediate_size=80, num_local_experts=0, mamba_n_heads=8, mamba_d_state=16, tie_word_embeddings=True, mamba_chunk_size=16,
         initializer_range=0.1,
     )  # fmt: skip
+    gemma4 = {**BASE, "num_hidden_layers": 6, "num_key_value_heads": 1} | dict(
+        head_dim=16,
+        global_head_dim=32,
+        sliding_window=9,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=97,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+    )
     lfm2_base = without(phi3, "rms_norm_eps") | dict(layer_types=["conv", "full_attention", "conv"], norm_eps=1e-4)
     granite = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.15, logits_scaling=8.0)
     return {
@@ -111,6 +119,10 @@ def configurations() -> dict:
         "gemma3": hf.Gemma3TextConfig(
             **{**BASE, "num_hidden_layers": 4}, head_dim=16, sliding_window=10, query_pre_attn_scalar=24,
             layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"], rope_parameters=nested(linear),
+        ),
+        "gemma4": hf.Gemma4TextConfig(**gemma4, num_kv_shared_layers=3, use_double_wide_mlp=True, final_logit_softcapping=4.0),
+        "gemma4_without_inputs": hf.Gemma4TextConfig(
+            **gemma4 | dict(hidden_size_per_layer_input=0, num_key_value_heads=4), attention_k_eq_v=True, num_global_key_value_heads=2,
         ),
         "olmo2": hf.Olmo2Config(**{**BASE, "hidden_size": 64}),
         "olmo2_gelu": hf.Olmo2Config(**{**BASE, "hidden_size": 64}, hidden_act="gelu_pytorch_tanh"),
@@ -228,7 +240,10 @@ def build(name: str, folder, dtype=torch.float32, seed: int = 0, **changes):
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("norm.weight"):
-                from_zero = name.startswith(("gemma", "qwen3_5", "qwen3_next")) and "linear_attn" not in parameter_name
+                from_zero = (
+                    name.startswith(("gemma2", "gemma3", "qwen3_5", "qwen3_next"))
+                    and "linear_attn" not in parameter_name
+                )
                 parameter.copy_((not from_zero) + 0.2 * torch.randn_like(parameter))
             elif parameter.dim() == 3 and ("conv1d" in parameter_name or parameter_name.endswith("conv.conv.weight")):
                 parameter.copy_(0.5 * torch.randn_like(parameter))
@@ -237,6 +252,8 @@ def build(name: str, folder, dtype=torch.float32, seed: int = 0, **changes):
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
+            elif buffer_name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     return model.eval()
 
@@ -337,7 +354,8 @@ def recur_in_float64(monkeypatch) -> None:
 def compute_in_float64(model, monkeypatch) -> None:
     """Make transformers compute the norms, softmax, recurrences and RoPE cosines of a float64 `model` as our core does.
     transformers computes them in float32 whatever the model's dtype, and their last bits differ between processors.
-    RoPE must be of the default type; its frequencies, angles and cosines are each rounded to float32 once."""
+    RoPE must be of the default type, or Gemma 4's; its frequencies, angles and cosines are each rounded to float32
+    once."""
     if model.config.model_type == "nemotron_h":  # it has no RoPE
         return recur_in_float64(monkeypatch)
     if "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
@@ -348,16 +366,30 @@ def compute_in_float64(model, monkeypatch) -> None:
     config, rotary = model.config, getattr(model.model, "pos_emb", None) or model.model.rotary_emb
     if rotary is None:
         return
-    assert rotary.rope_type == "default" and rotary.attention_scaling == 1.0
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rotated = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
-    exponents = -torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
-    frequencies = (config.rope_parameters["rope_theta"] ** exponents).to(torch.float32)
+    if config.model_type == "gemma4_text":
+        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        of_kind, sizes = (
+            config.rope_parameters,
+            {kind: config.per_layer_config[kind].head_dim for kind in config.layer_types},
+        )
+    else:
+        assert rotary.rope_type == "default" and rotary.attention_scaling == 1.0
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        of_kind = {None: config.rope_parameters}
+        sizes = {None: int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))}
+    frequencies = {}
+    for kind, size in sizes.items():
+        exponents = -torch.arange(0, size, 2, dtype=torch.float64) / size
+        frequencies[kind] = (of_kind[kind]["rope_theta"] ** exponents).to(torch.float32)
+        if of_kind[kind]["rope_type"] == "proportional":
+            frequencies[kind][int(of_kind[kind]["partial_rotary_factor"] * size // 2) :] = 0
 
-    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        x: torch.Tensor, position_ids: torch.Tensor, kind: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         # Qwen3.5 has positions of three axes, which are equal in a text
         positions = position_ids[0] if position_ids.dim() == 3 else position_ids
-        angles = torch.cat([positions[..., None].to(torch.float32) * frequencies] * 2, dim=-1).double()
+        angles = torch.cat([positions[..., None].to(torch.float32) * frequencies[kind]] * 2, dim=-1).double()
         return tuple(f(angles).to(torch.float32).to(x.dtype) for f in (torch.cos, torch.sin))
 
     rotary.forward = forward

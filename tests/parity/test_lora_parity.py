@@ -78,6 +78,7 @@ GRANITE_4 = [
     ("granite_4_experts", "all"),
     ("granite_4_experts", "experts"),
 ]
+GEMMA_4 = [("gemma4", "all"), ("gemma4_without_inputs", "all")]
 LFM2 = [("lfm2", "all"), ("lfm2_other_layers", "LFM2"), ("lfm2_moe", "all"), ("lfm2_moe", "LFM2")]
 MIXTURES = [*DEFAULT_ROPE, "deepseek_v3", "gpt_oss"]
 
@@ -92,6 +93,7 @@ MIXTURES = [*DEFAULT_ROPE, "deepseek_v3", "gpt_oss"]
     ]
     + [(name, targets) for name in (*DEFAULT_ROPE, *MAMBA) for targets in ("all", "experts")]
     + GRANITE_4
+    + GEMMA_4
     + LFM2,
 )
 def test_lora_gradients_match_autograd(name, targets, merge, tmp_path, monkeypatch):
@@ -237,7 +239,7 @@ def saved(tmp_path, name, of=lora_of, **keys):
     [(name, targets) for name in ("qwen2", "qwen3_5") for targets in DENSE]
     + [(name, targets) for name in MIXTURES for targets in ("all", "experts")]
     + [(name, targets) for name in MAMBA for targets in ("all", "for PEFT")]
-    + [("qwen3_next", "some"), *GRANITE_4, *LFM2],
+    + [("qwen3_next", "some"), *GRANITE_4, *GEMMA_4, *LFM2],
 )
 def test_saved_lora_adapter_in_peft_gives_the_logits_of_the_merged_model(targets, name, tmp_path):
     peft = pytest.importorskip("peft")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import build, by_checkpoint_names, recur_in_float64
+from models import build, by_checkpoint_names, compute_in_float64, recur_in_float64
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss import MseValueLossConfig, MseValueLossFn
 from nemo_rl_cpp.config.policy import ValueConfig
@@ -12,7 +12,7 @@ from nemo_rl_cpp.models.weights import load_weights, named_views
 from test_hf_model import ragged_batch
 
 # the decoders themselves are compared in test_hf_model.py
-NAMES = ("llama_tied", "granite_tied_biases", "phi3", "gemma3", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_5_moe", "qwen3_next", "nemotron_h_experts", "granite_4_experts", "lfm2_moe")  # fmt: skip
+NAMES = ("llama_tied", "granite_tied_biases", "phi3", "gemma3", "gemma4", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_5_moe", "qwen3_next", "nemotron_h_experts", "granite_4_experts", "lfm2_moe")  # fmt: skip
 
 
 def pair(name, folder, dtype):
@@ -44,6 +44,8 @@ def test_critic_values_and_gradients_match_transformers(name, tmp_path, monkeypa
     hf, score, model = pair(name, tmp_path, torch.float64)
     if name.startswith(("qwen3_5", "qwen3_next")):
         recur_in_float64(monkeypatch)
+    if name == "gemma4":
+        compute_in_float64(hf, monkeypatch)
     trainer = C.Trainer(model)
     batch, ids, lengths, mask = ragged_batch()
     random = torch.Generator().manual_seed(5)

@@ -32,7 +32,7 @@ LATENT = {
     "num_key_value_heads": 4, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24, "kv_lora_rank": 32, "q_lora_rank": 32,
     "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
-SIZES = RECURRENT | {"deepseek_v3": LATENT, "glm4_moe_lite": LATENT}
+SIZES = RECURRENT | {"deepseek_v3": LATENT, "glm4_moe_lite": LATENT, "gemma4_text": LAYERS["gemma4_text"]}
 
 
 def gap(family: str, precision: str, way: str, device: str) -> tuple[float, float]:

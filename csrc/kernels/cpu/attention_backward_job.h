@@ -106,7 +106,7 @@ void reduce(const AttentionBackwardArgs& args, const AttentionBackwardJob* jobs,
   using Real = typename Block::Real;
   const AttentionShape& shape = args.shape;
   const std::int64_t head_dim = shape.head_dim;
-  Real sum[256];
+  Real sum[kMostHeadDim];
   for (std::int64_t key = key_begin; key < key_end; ++key) {
     Grad* to = static_cast<Grad*>(args.d_qkv) + (args.sequences[jobs->owner].start + key) * shape.row_stride() +
                (shape.num_heads + kv_head) * head_dim;

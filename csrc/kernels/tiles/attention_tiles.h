@@ -17,7 +17,7 @@ namespace NRL_CAPABILITY {
 namespace {
 
 static_assert(kTile == kTileTerms);
-constexpr int kMostWidth = 256;  // columns of a head
+constexpr int kMostWidth = kMostHeadDim;
 
 /// Whether no bfloat16 of these words is an infinity or a NaN.
 inline bool are_finite(const std::uint32_t* words, std::int64_t n) {

@@ -27,6 +27,7 @@ from nemo_rl_cpp.models import memory
 from nemo_rl_cpp.models.generation.native import native_runner
 from nemo_rl_cpp.models.lm_value import Value
 from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder, tiny_random
+from nemo_rl_cpp.models.model_sizes import ModelSizes
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import Scoring
 from nemo_rl_cpp.models.weights import pack_blocks
@@ -100,14 +101,13 @@ class Costs:
     @classmethod
     def of(cls, native: Native) -> Costs:
         """Return the costs of the model that `native` describes, without quantisation."""
-        experts, recurrent = native.get("experts"), native.get("recurrent", {}).get("layers", ())
+        experts = native.get("experts")
         share = experts["chosen"] / experts["count"] if experts else 1.0
-        tables = ("model.embed_tokens.weight", "lm_head.weight")
+        tables = ("model.embed_tokens.weight", "model.embed_tokens_per_layer.weight", "lm_head.weight")
         matrices = [spec for spec in C.ParameterLayout(native).specs if len(spec.shape) > 1 and spec.name not in tables]
         weights = sum(prod(spec.shape) * (share if ".experts." in spec.name else 1.0) for spec in matrices)
-        attention = sum(native.get("one_block") or [True] * len(native["layers"])) - len(recurrent)
         head = 0.0 if native["value_head"] else 2.0 * native["hidden_size"] * native["vocab_size"]
-        return cls(2.0 * weights, head, 4.0 * native["num_heads"] * native["head_dim"] * attention)
+        return cls(2.0 * weights, head, 4.0 * sum(each.query for each in ModelSizes.of(native).attention))
 
     def forward(self, tokens: float, keys: float, logits: float) -> float:
         """Return the operations for `tokens` tokens that attend to `keys` keys on average and `logits` of which get

@@ -116,6 +116,7 @@ def _check_model(use: _Use) -> Iterator[Finding]:
         folder = read_model_folder(path, use.overrides, **fields)
     if use.length is not None:
         check_length(folder.config, use.length, use.length_key, use.name)
+    folder.check_device(use.device)
     if use.quantization is not None:
         key = f"{use.key.rpartition('.')[0]}.quantization"
         replace(folder, quantization=use.quantization).check_quantization(key, use.device)

@@ -26,7 +26,8 @@ _MATRICES_OF = {
     "linear_attn": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj", "out_proj"),
     "mlp": ("experts", "shared_expert_gate", "gate_proj", "up_proj", "gate_up_proj", "down_proj"),
 }  # fmt: skip
-MATRICES = {name: module for module, names in _MATRICES_OF.items() for name in names}
+_PER_LAYER = ("per_layer_input_gate", "per_layer_projection")  # Gemma 4's, in the layer itself
+MATRICES = {name: module for module, names in _MATRICES_OF.items() for name in names} | dict.fromkeys(_PER_LAYER, "")
 """The matrices of a layer -> the module that contains them. A layer has either `self_attn` or, if it is recurrent,
 `linear_attn`. In Nemotron-H these modules and `mlp` are called `mixer`, in LFM2 `linear_attn` is `conv` and `mlp` is
 `feed_forward`. All experts of a layer are one module, as in NeMo AutoModel."""
@@ -66,7 +67,8 @@ class Adapters(Section):
     """With match_all_linear false: matrices that get an adapter. q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
     down_proj (qkv_proj and gate_up_proj in Phi 3, gate_up_proj in Granite 4 and GLM-4; q_a_proj, q_b_proj, kv_a_proj_with_mqa and kv_b_proj in latent
     attention; in_proj_qkv, in_proj_z, in_proj_b, in_proj_a and out_proj in recurrent layers, in_proj and out_proj in
-    Mamba-2; in_proj, q_proj, k_proj, v_proj, out_proj, w1, w2 and w3 in LFM2; shared_expert_gate in Qwen2-MoE), or names with wildcards such as `*.layers.0.*.q_proj`. In a layer with
+    Mamba-2; in_proj, q_proj, k_proj, v_proj, out_proj, w1, w2 and w3 in LFM2; shared_expert_gate in Qwen2-MoE;
+    per_layer_input_gate and per_layer_projection in Gemma 4), or names with wildcards such as `*.layers.0.*.q_proj`. In a layer with
     experts gate_proj, up_proj and down_proj are those of the shared expert, and experts are all experts. []: all except
     exclude_modules, experts, and out_proj of Nemotron-H."""
     exclude_modules: list[str] = []
@@ -140,7 +142,10 @@ class LayerKinds:
         shared: the module name of the shared expert in these layers: shared_expert if it has a gate, otherwise
             shared_experts; empty: they have none.
         mlps: in Nemotron-H, whose layers have a mixer or an MLP (without a gate), the indices of the layers with an
-            MLP or experts; None for other models, in which every layer has a mixer (such as attention) and an MLP."""
+            MLP or experts; None for other models, in which every layer has a mixer (such as attention) and an MLP.
+        keyless: the indices of the layers that read the keys and values of an earlier layer (Gemma 4).
+        valueless: the indices of the layers whose values are their keys.
+        per_layer: whether the layers have per-layer inputs."""
 
     count: int
     fused: bool = False
@@ -153,6 +158,9 @@ class LayerKinds:
     fused_mlps: bool = False
     mamba: bool = False
     gated_conv: bool = False
+    keyless: Collection[int] = ()
+    valueless: Collection[int] = ()
+    per_layer: bool = False
 
     @classmethod
     def of(cls, sizes: ModelSizes, joined: bool = False) -> Self:
@@ -164,7 +172,18 @@ class LayerKinds:
         fused, fused_mlps = sizes.native["fused_qkv"], sizes.native["fused_mlps"] or sizes.native["fused_gate_up"]
         recurrent = sizes.native.get("recurrent", {})
         own = fused_mlps and not fused, "step_limits" in recurrent, "gated_conv" in recurrent
-        return cls(sizes.num_hidden_layers, fused or joined, sizes.recurrent_layers, *latent, *mlps, *own)
+        layers = [(layer, *own[3:]) for layer, own in enumerate(sizes.native.get("layer_sizes", ()))]
+        keys = [layer for layer, _, source in layers if source >= 0], [layer for layer, is_key, _ in layers if is_key]
+        return cls(
+            sizes.num_hidden_layers,
+            fused or joined,
+            sizes.recurrent_layers,
+            *latent,
+            *mlps,
+            *own,
+            *keys,
+            sizes.per_layer_inputs > 0,
+        )
 
     def matrices(self, layer: int) -> Iterator[str]:
         """Yield the names (keys of MATRICES) of a layer's matrices that may have an adapter, in parameter order."""
@@ -173,6 +192,7 @@ class LayerKinds:
             missing = (missing - {"gate_up_proj"}) | {"gate_proj", "up_proj"}
         missing |= {"k_proj", "v_proj"} if self.latent else {"kv_a_proj_with_mqa", "kv_b_proj"}
         missing |= {"q_proj"} if self.latent_queries else {"q_a_proj", "q_b_proj"}
+        missing |= {"k_proj", "v_proj"} if layer in self.keyless else {"v_proj"} if layer in self.valueless else set()
         has_experts = layer in self.experts
         missing |= set() if has_experts else {"experts"}
         is_gated = has_experts and self.shared == "shared_expert" and not self.fused
@@ -184,6 +204,7 @@ class LayerKinds:
             missing = (missing - {"up_proj"}) | {"gate_proj", "gate_up_proj"}
         mixer = "linear_attn" if layer in self.recurrent else "self_attn"
         blocks = (mixer, "mlp") if self.mlps is None else ("mlp" if layer in self.mlps else mixer,)
+        blocks = (*blocks, "") if self.per_layer else blocks
         yield from (name for name, block in MATRICES.items() if block in blocks and name not in missing)
 
     def module(self, layer: int, name: str) -> str:
@@ -193,7 +214,7 @@ class LayerKinds:
         block = "mamba" if self.mamba and block == "linear_attn" else block
         if self.gated_conv:
             block, name = _LFM2_BLOCKS.get(block, block), LFM2.get(name, name)
-        return f"model.layers.{layer}.{block}.{shared}{name}"
+        return f"model.layers.{layer}.{block}{'.' if block else ''}{shared}{name}"
 
     def modules(self) -> Iterator[str]:
         """Yield the full names of all modules that may have an adapter, in the order of the parameters."""
@@ -237,7 +258,7 @@ def nothing_adapted(lora: Adapters, model_name: str, layers: LayerKinds) -> str:
 _MANY = 200  # more layers than any model has, to check patterns that name a layer
 _JOINED, _JOINED_MAMBA = LayerKinds(_MANY, fused=True), LayerKinds(_MANY, fused=True, recurrent=range(_MANY), mlps=())
 _ANY_MODEL = (
-    LayerKinds(_MANY), _JOINED, LayerKinds(_MANY, recurrent=range(_MANY)),
+    LayerKinds(_MANY, per_layer=True), _JOINED, LayerKinds(_MANY, recurrent=range(_MANY)),
     LayerKinds(_MANY, latent=True), LayerKinds(_MANY, latent=True, latent_queries=True),
     *(LayerKinds(_MANY, experts=range(_MANY), shared=name) for name in ("shared_expert", "shared_experts")),
     *(LayerKinds(_MANY, recurrent=layers, gated_conv=True) for layers in ((), range(_MANY))), LayerKinds(_MANY, experts=range(_MANY), gated_conv=True),

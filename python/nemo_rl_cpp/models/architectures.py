@@ -60,6 +60,11 @@ def _granite_factors(form: Form) -> dict[str, float]:
     }
 
 
+def _gemma4_factors(form: Form) -> dict[str, float]:
+    softcap = form.get("final_logit_softcapping") or 0.0
+    return {"attention_scale": 1.0, "embedding_multiplier": form["hidden_size"] ** 0.5, "logit_softcap": softcap}
+
+
 def _gemma_factors(form: Form) -> dict[str, float]:
     return {
         "attention_scale": form["query_pre_attn_scalar"] ** -0.5,
@@ -208,6 +213,7 @@ WITH_A_TEXT_SECTION = {
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
     "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "gemma4": ("gemma4_text", "Gemma4ForCausalLM"),
     "mistral3": ("ministral3", "Ministral3ForCausalLM"),
 }
 """model_type of a vision-language model -> model_type and class of its text_config. Only the text model is computed."""
@@ -237,8 +243,13 @@ _QWEN3_5_LAYERS = Architecture(
     only={"attention_bias": False, "hidden_act": "silu"},  # also the activation of gated delta nets
     recurrent=RECURRENT_SIZES,
 )  # fmt: skip
+_GEMMA4_ROPE = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+}
 _BEHIND = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
-_AROUND = {"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm", **_BEHIND}
+AROUND = {"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm", **_BEHIND}
+"""The norms of Gemma's layers."""
 _BEHIND_THE_FIRST = _where_switched_on(lambda form, i: i >= form["max_window_layers"])
 _LFM2_LAYERS = Architecture(
     "Lfm2", _DEFAULTS["lfm2"], biases=(), qk_norm="head", norms={"before_attention": "operator_norm", "before_mlp": "ffn_norm"}, rope_theta=1000000.0,
@@ -298,13 +309,18 @@ SUPPORTED_ARCHITECTURES = {
     ),
     "gemma2": Architecture(
         "Gemma2", _DEFAULTS["gemma2"], norm_offset=1.0, activation="hidden_activation", layer_types=lambda form: _listed(form, 2), lists_layers=True,
-        norms=_AROUND, factors=_gemma_factors, only={"use_bidirectional_attention": False},
+        norms=AROUND, factors=_gemma_factors, only={"use_bidirectional_attention": False},
     ),
     "gemma3_text": Architecture(
         "Gemma3Text", _DEFAULTS["gemma3_text"], qk_norm="head", norm_offset=1.0, activation="hidden_activation",
         layer_types=lambda form: _listed(form, form["sliding_window_pattern"]), lists_layers=True,
-        norms=_AROUND, rope_theta=1000000.0, local_rope=("rope_local_base_freq", 10000.0), factors=_gemma_factors,
+        norms=AROUND, rope_theta=1000000.0, local_rope=("rope_local_base_freq", 10000.0), factors=_gemma_factors,
         only={"attn_logit_softcapping": None, "use_bidirectional_attention": False},
+    ),
+    "gemma4_text": Architecture(
+        "Gemma4Text", _DEFAULTS["gemma4_text"], biases=(), qk_norm="head", activation="hidden_activation",
+        layer_types=lambda form: form["layer_types"], norms=AROUND,
+        rope_theta=1000000.0, local_rope=(None, 10000.0), rope_section=_GEMMA4_ROPE, factors=_gemma4_factors, only={"attention_bias": False},
     ),
     "qwen3_moe": Architecture(
         "Qwen3Moe", _DEFAULTS["qwen3_moe"], qk_norm="head", experts=Experts(),

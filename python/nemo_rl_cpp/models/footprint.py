@@ -28,7 +28,7 @@ class Buffers:
         """Return the bytes per token that a layer's mixer (attention, or a recurrent layer) stores for the backward
         pass, averaged over all layers."""
         s, layers = self.sizes, self.sizes.num_hidden_layers
-        query, key_value = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
+        query, key_value = s.query_size, s.key_value_size
         gate = query if s.native["output_gate"] else 0
         projections = 2 if s.normalises_heads else 1
         latents = (s.q_lora_rank or query) + s.kv_lora_rank + s.qk_rope_head_dim if s.kv_lora_rank else 0
@@ -41,10 +41,12 @@ class Buffers:
     def layer(self) -> float:
         """Return the bytes per token that a layer stores for its backward pass (csrc/model/layer_activations.h)."""
         s = self.sizes
-        streams = (1 if s.mlp_layers else 2) + s.norms_of_results
+        inputs = s.native.get("per_layer_input", 0)
+        streams = (1 if s.mlp_layers else 2) + s.norms_of_results + (1 if inputs else 0)
         gates = s.mlp_matrices - 1
         columns = self._inner * (len(s.mlp_layers) / s.num_hidden_layers if s.mlp_layers else 1)  # averaged over layers
-        return self._mixer + gates * self.width * columns + streams * (_SUM * s.hidden_size + _SUM)
+        stored = gates * self.width * columns + 2 * self.width * inputs
+        return self._mixer + stored + streams * (_SUM * s.hidden_size + _SUM)
 
     @property
     def kept(self) -> float:
@@ -64,7 +66,7 @@ class Buffers:
         results = (self.width + _SUM) * s.hidden_size if s.norms_of_results else 0
         rows = s.experts_per_token * (self.width + _SUM) * (s.latent_size or s.hidden_size)
         by_expert = rows + _SUM * s.hidden_size * bool(s.shared_expert_size) if s.experts > 1 else 0
-        return self.width * (s.hidden_size + self._inner) + results + by_expert
+        return self.width * (s.hidden_size + self._inner + s.per_layer_inputs) + results + by_expert
 
     def head(self, scored: float) -> float:
         """Return the bytes per token of the LM head's inputs and their gradients. `scored`: the fraction of the tokens
@@ -85,14 +87,14 @@ class Buffers:
         """Return the bytes per token of a backward pass besides stored activations: gradients, and the last layer's
         output."""
         s = self.sizes
-        query, key_value = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
+        query, key_value = s.query_size, s.key_value_size
         by_expert = s.experts_per_token * (s.latent_size or s.hidden_size) if s.experts > 1 else 0
         columns = s.mlp_matrices * self._inner + by_expert
         mixer = 2 * query + 2 * key_value
         if s.recurrent_layers:  # both results, and the gradients of the convolution and of the projection
             mixer = max(mixer, 2 * s.convolved + 3 * s.recurrent_values)
         streams = 3 * _SUM * s.hidden_size + self.width * (s.hidden_size + mixer)
-        return streams + self.width * columns + self._scratch
+        return streams + self.width * (columns + s.per_layer_inputs) + self._scratch
 
     def scoring(self, scored: float) -> float:
         """Return the bytes per token of a forward pass without a backward pass. `scored`: the fraction of the tokens

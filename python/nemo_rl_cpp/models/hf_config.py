@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError, find_policy_weights
-from nemo_rl_cpp.models import granite_hybrid, latent_attention, lfm2, nemotron_h, rope
+from nemo_rl_cpp.models import gemma4, granite_hybrid, latent_attention, lfm2, nemotron_h, rope
 from nemo_rl_cpp.models.architectures import (
     DENSE,
     DENSE_LAYERS,
@@ -150,13 +150,16 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
     if kind in lfm2.MODEL_TYPES:
         _check_sizes(form, ("num_hidden_layers",))
         form = lfm2.canonical(form)
+    if kind == "gemma4_text":
+        _check_sizes(form, ("num_hidden_layers",))
+        form = gemma4.canonical(form)
     if made.latent:
         _check_sizes(form, latent_attention.SIZES)
         form = latent_attention.canonical(form)
     _derive(form)
     _check(form)
     # transformers reads a null section as the default
-    if made.rope_section is not None and not form.get("rope_scaling"):
+    if made.rope_section is not None and made.local_rope is None and not form.get("rope_scaling"):
         raise ModelFolderError(f"rope_type default is not supported for {kind}, whose RoPE is scaled by yarn")
     if "mlp_layer_types" in made.defaults:
         form["mlp_layer_types"] = _mlp_layer_types(form)
@@ -269,6 +272,8 @@ def _check(form: Mapping[str, Plain]) -> None:
     for key in (*_FACTORS, *(key for key in _SOFTCAPS if form.get(key) is not None)):
         expect(key not in form or is_number(form[key]), key, form.get(key), "a number above 0")
     check_layers(form)
+    if form["model_type"] == "gemma4_text":
+        gemma4.check(form)
     if made.experts is not None and has_experts(form):
         _check_experts(form, made.experts)
     if made.recurrent and set(made.layer_types(form)) != {FULL}:
@@ -466,6 +471,7 @@ def native_config(
         "attention_softcap": 0.0,
         "logit_softcap": 0.0,
         **(latent_attention.native(form) if made.latent else {}),
+        **(gemma4.native(form) if form["model_type"] == "gemma4_text" else {}),
         **{name: value for name, value in made.factors(form).items() if not (value_head and name.startswith("logit"))},
     }
 
@@ -512,7 +518,8 @@ def _layers(
     """Return for each layer (sliding window or 0, index of its RoPE table or None), and for each RoPE table (inverse
     frequencies, factor of cos and sin), for sequences of up to `longest` tokens."""
     kinds = form.get("rope_parameters", (FULL,)) if any(made.rotary(form)) else ()
-    ropes = [rope.rope_frequencies(rope.of_kind(form, kind), longest) for kind in kinds]
+    heads = {FULL: {"head_dim": form["global_head_dim"]}} if "global_head_dim" in made.defaults else {}
+    ropes = [rope.rope_frequencies(rope.of_kind(form, kind) | heads.get(kind, {}), longest) for kind in kinds]
     layers = []
     for kind, rotary in zip(made.layer_types(form), made.rotary(form), strict=True):
         slides = kind == SLIDING and form.get("sliding_window") is not None

@@ -30,13 +30,13 @@ def machine_memory() -> float | None:
     return float(min(amounts)) or None
 
 
-def tape_bytes(sizes: ModelSizes, width: int) -> int:
+def tape_bytes(sizes: ModelSizes, width: int) -> float:
     """Return the bytes per token that torch keeps for the backward pass of one transformers layer.
 
     Torch keeps the input, the normalised form and the output of each norm; queries, keys and values; the attention's
     output twice; and of the MLP the gate, its activation, up, and the product of the last two. Norms of bfloat16 inputs
     are computed in float32. `width`: bytes per element."""
-    query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
+    query, key_value = sizes.query_size, sizes.key_value_size
     norms = 6 * sizes.hidden_size * width + (0 if width == 4 else 2 * sizes.hidden_size * 4)
     return norms + (3 * query + 2 * key_value + 4 * sizes.experts_per_token * sizes.intermediate_size) * width
 
@@ -224,8 +224,8 @@ def _resting(model: TrainedModelConfig, parameters: int, name: str, sizes: Model
 
 def cache_bytes(policy: PolicyConfig, sizes: ModelSizes, tokens: int, windowed: int) -> float:
     """Return the bytes of a KV cache for `tokens` tokens in layers with full attention, `windowed` in others."""
-    values = tokens * (sizes.attention_layers - sizes.windowed_layers) + windowed * sizes.windowed_layers
-    return 2.0 * values * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
+    values = tokens * sizes.cached_values(windowed=False) + windowed * sizes.cached_values(windowed=True)
+    return float(values * _width(policy))
 
 
 def least_cache_bytes(policy: PolicyConfig, sizes: ModelSizes) -> float:

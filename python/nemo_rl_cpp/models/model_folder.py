@@ -62,6 +62,14 @@ class ModelFolder:
         if self.adapter is not None:
             raise ModelFolderError(hf_config.adapter_alone(name, self.adapter.base))
 
+    def check_device(self, device: str) -> None:
+        """Raise ModelFolderError if `device` is a GPU, whose attention does not take the model's largest heads."""
+        sizes = [size for size, *_ in self.native().get("layer_sizes", ())]
+        if device != "cpu" and max(sizes, default=0) > 256:
+            raise ModelFolderError(
+                f"global_head_dim is {max(sizes)}, but attention on a GPU takes heads of up to 256: set cluster.device=cpu, or policy.backend=hf"
+            )
+
     def check_quantization(self, key: str, device: str = "cpu") -> None:
         """Raise ModelFolderError if the rows of a matrix are not divisible into blocks of 32 weights, as the
         quantisation set by the configuration key `key` requires, or if the model has experts and `device` is a GPU,
@@ -75,6 +83,7 @@ class ModelFolder:
                 f"set cluster.device=cpu, or {key}=null"
             )
         widths = {"hidden_size": native["hidden_size"], "intermediate_size": native["intermediate_size"],
+                  "hidden_size_per_layer_input": native.get("per_layer_input", 0),
                   "num_attention_heads * head_dim": native["num_heads"] * native["head_dim"]}  # fmt: skip
         if (recurrent := native.get("recurrent")) and "gated_conv" not in recurrent:
             _, heads, _, size, _ = SUPPORTED_ARCHITECTURES[self.config["model_type"]].recurrent
@@ -112,6 +121,7 @@ class ModelFolder:
             "the model is a mixture of experts": "experts" in native,
             "the model has recurrent layers": "recurrent" in native,
             "the model has latent attention": "latent" in native,
+            "layers have sizes of their own": "layer_sizes" in native,
             "tensors of the model hold several matrices together": native["fused_qkv"] or native["fused_gate_up"],
             "the model normalises all heads of the queries and keys together": native["qk_norm"] == "whole",
         }
@@ -133,6 +143,7 @@ class ModelFolder:
                 "gated short convolutions": has_convolutions,
                 "gated delta nets": recurrent is not None and not recurrent.keys() & {"step_limits", "gated_conv"},
                 "matrices that hold gate and up": native["fused_mlps"] or native["fused_gate_up"] > native["fused_qkv"],
+                "layers of Gemma 4": "layer_sizes" in native,
                 "experts, which target_modules may match": "experts" in native and bool(model.lora.target_modules),
                 "tensor-parallel ranks": slices > 1,
             }

@@ -14,8 +14,9 @@ from typing import NamedTuple
 from nemo_rl_cpp.config.lora import FUSED, MATRICES, OF_A_DELTA_NET, Adapters, LayerKinds, adapted_modules
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, ModelFolderError, local_folder
-from nemo_rl_cpp.models.architectures import EXPERT_COUNTS
+from nemo_rl_cpp.models.architectures import EXPERT_COUNTS, FULL, SLIDING
 from nemo_rl_cpp.models.config_checks import is_size
+from nemo_rl_cpp.models.gemma4 import own_sizes
 from nemo_rl_cpp.models.hf_config import TINY_CONFIG, canonical_config, native_config, read_config_file, text_section
 from nemo_rl_cpp.models.parameter_shapes import Shapes, layer_shapes
 
@@ -29,8 +30,6 @@ class ModelSizes:
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     vocab_size: int
     tie_word_embeddings: bool
     experts: int = 1
@@ -74,17 +73,16 @@ class ModelSizes:
     def of(cls, native: Mapping[str, Plain]) -> ModelSizes:
         """Return the sizes of a native model. `native`: the result of `native_config`."""
         experts, recurrent, latent = (native.get(part, {}) for part in ("experts", "recurrent", "latent"))
-        mixers, layers, inner = native.get("one_block") or (), len(native["layers"]), native["intermediate_size"]
+        mixers, layers = native.get("one_block") or (), len(native["layers"])
         mlp_layers = tuple(layer for layer, has_mixer in enumerate(mixers) if not has_mixer)
         expert_layers, windows = tuple(experts.get("layers", ())), [window for window, _ in native["layers"] if window]
+        inner = sum(own_sizes(native, layer)["intermediate_size"] for layer in range(layers)) // layers
         return cls(
             native=native,
             hidden_size=native["hidden_size"],
             intermediate_size=experts.get("intermediate_size", inner),
             num_hidden_layers=layers,
             num_attention_heads=native["num_heads"],
-            num_key_value_heads=native["num_kv_heads"],
-            head_dim=native["head_dim"],
             vocab_size=native["vocab_size"],
             tie_word_embeddings=native["tie_word_embeddings"],
             experts=experts.get("count", 1),
@@ -118,9 +116,41 @@ class ModelSizes:
     @cached_property
     def matrices(self) -> list[dict[str, Tensors]]:
         """The tensors of each layer: {name in MATRICES, or name of a vector: `Tensors`}."""
-        made: dict[tuple[str, ...], dict[str, Tensors]] = {}  # a name has one shape in all layers
-        layers = [(tuple(shapes), shapes) for shapes in layer_shapes(self.native)]
-        return [made.get(names) or made.setdefault(names, _matrices(shapes)) for names, shapes in layers]
+        made: dict[tuple[Plain, ...], dict[str, Tensors]] = {}  # names of layers with the same sizes have one shape
+        own = self.native.get("layer_sizes") or [()] * self.num_hidden_layers
+        layers = [((*shapes, *sizes), shapes) for shapes, sizes in zip(layer_shapes(self.native), own)]
+        return [made.get(kind) or made.setdefault(kind, _matrices(shapes)) for kind, shapes in layers]
+
+    @cached_property
+    def attention(self) -> list[Attention]:
+        """The attention of each layer that has one."""
+        found = []
+        for layer, (window, _) in enumerate(self.native["layers"]):
+            own = own_sizes(self.native, layer)
+            query, key_value = (own[heads] * own["head_dim"] for heads in ("num_heads", "num_kv_heads"))
+            if layer not in (*self.recurrent_layers, *self.mlp_layers):
+                found.append(Attention(query, key_value, window > 0, own.get("keys_of", -1) < 0))
+        return found
+
+    @property
+    def query_size(self) -> float:
+        """Return the columns of a layer's queries, averaged over the layers with attention."""
+        return sum(each.query for each in self.attention) / max(1, len(self.attention))
+
+    @property
+    def key_value_size(self) -> float:
+        """Return the columns of a layer's keys, or of its values, averaged over the layers with attention."""
+        return sum(each.key_value for each in self.attention) / max(1, len(self.attention))
+
+    def cached_values(self, windowed: bool) -> int:
+        """Return the keys and values of a token in the KV cache, of the layers with a sliding window or of those
+        without."""
+        return sum(2 * each.key_value for each in self.attention if each.is_cached and each.has_window == windowed)
+
+    @property
+    def per_layer_inputs(self) -> int:
+        """Return the inputs of a token for all layers (Gemma 4); 0: none."""
+        return self.native.get("per_layer_input", 0) * self.num_hidden_layers
 
     @property
     def layer_parameters(self) -> int:
@@ -150,11 +180,12 @@ class ModelSizes:
 
     @property
     def embedding_parameters(self) -> int:
-        return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.vocab_size * (self.hidden_size * (1 if self.tie_word_embeddings else 2) + self.per_layer_inputs)
 
     @cached_property
     def parameters(self) -> int:
-        return sum(map(_weights, self.matrices)) + self.embedding_parameters + self.hidden_size
+        projection = self.per_layer_inputs * self.hidden_size + self.native.get("per_layer_input", 0)
+        return sum(map(_weights, self.matrices)) + self.embedding_parameters + projection + self.hidden_size
 
     @property
     def quantised_parameters(self) -> int:
@@ -168,13 +199,23 @@ class ModelSizes:
 
     @property
     def attention_layers(self) -> int:
-        return self.num_hidden_layers - len(self.recurrent_layers) - len(self.mlp_layers)
+        return len(self.attention)
 
     @property
     def backbone_parameters(self) -> int:
         """Return the number of weights of a critic: the model's without an untied LM head, plus a scalar head."""
         head = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         return self.parameters - head + self.hidden_size
+
+
+class Attention(NamedTuple):
+    """A layer's attention: the columns of queries and of keys, whether it has a sliding window, and whether the KV
+    cache holds its keys and values (not if it reads those of an earlier layer)."""
+
+    query: int
+    key_value: int
+    has_window: bool
+    is_cached: bool
 
 
 class Tensors(NamedTuple):
@@ -189,7 +230,7 @@ def _matrices(shapes: Shapes) -> dict[str, Tensors]:
     matrices of all experts together are named "experts"."""
     found: dict[str, Tensors] = {}
     for name, shape in shapes.items():
-        matrix = "experts" if ".experts." in name else name.split(".")[-2]
+        matrix = "experts" if ".experts." in name else name.removesuffix(".weight").rpartition(".")[2]
         key = matrix if len(shape) == 2 else name
         first, weights = found.get(key, (shape, 0))
         found[key] = Tensors(first, weights + prod(shape))
@@ -202,7 +243,7 @@ def _weights(layer: Mapping[str, Tensors]) -> int:
 
 _SIDE_BY_SIDE = (
     ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj",), ("kv_b_proj",), ("qkv_proj",), ("o_proj",), OF_A_DELTA_NET, ("in_proj",), ("out_proj",), ("experts",),
-    ("shared_expert_gate",), ("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",),
+    ("shared_expert_gate",), ("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",), ("per_layer_input_gate",), ("per_layer_projection",),
 )  # fmt: skip
 """Groups of matrices that a layer stores as one matrix (csrc/model/parameters.cpp)."""
 
@@ -257,7 +298,8 @@ def _known_models() -> Iterator[KnownModel]:
             more = row[len(_COLUMNS)] if len(row) > len(_COLUMNS) else {}
             config = {"model_type": model_type, "sliding_window": None, **dict(zip(_COLUMNS, row)), **more}
             if "layer_types" in config:
-                config["layer_types"] = [{"M": "mamba", "*": "attention"}[letter] for letter in config["layer_types"]]
+                kinds = {"M": "mamba", "*": "attention", "S": SLIDING, "F": FULL}
+                config["layer_types"] = [kinds[letter] for letter in config["layer_types"]]
             yield KnownModel(name, model_type, config)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.models.gemma4 import own_sizes
 
 Shapes = dict[str, list[int]]
 """Name of a parameter -> its shape. The functions for a part of a layer return names without the layer's prefix."""
@@ -13,7 +15,7 @@ Shapes = dict[str, list[int]]
 def parameter_shapes(native: Mapping[str, Plain]) -> Shapes:
     """Return {name: shape} of every parameter of the model with the arguments `native` (see `native_config`)."""
     hidden = native["hidden_size"]
-    shapes = {"model.embed_tokens.weight": [native["vocab_size"], hidden]}
+    shapes = {"model.embed_tokens.weight": [native["vocab_size"], hidden], **per_layer_shapes(native)}
     for layer, part in enumerate(layer_shapes(native)):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in part.items()}
     shapes["model.norm.weight"] = [hidden]
@@ -24,8 +26,24 @@ def parameter_shapes(native: Mapping[str, Plain]) -> Shapes:
     return shapes
 
 
+def per_layer_shapes(native: Mapping[str, Plain]) -> Shapes:
+    """Return the shapes of the tensors from which Gemma 4 computes the inputs of all layers."""
+    inputs, hidden = native.get("per_layer_input", 0), native["hidden_size"]
+    if not inputs:
+        return {}
+    columns = len(native["layers"]) * inputs
+    return {
+        "model.embed_tokens_per_layer.weight": [native["vocab_size"], columns],
+        "model.per_layer_model_projection.weight": [columns, hidden],
+        "model.per_layer_projection_norm.weight": [inputs],
+    }
+
+
 def layer_shapes(native: Mapping[str, Plain]) -> Iterator[Shapes]:
     hidden, one_block = native["hidden_size"], native.get("one_block")
+    if "layer_sizes" in native:
+        yield from map(partial(_gemma4_shapes, native), range(len(native["layers"])))
+        return
     attention, mlp, recurrent, experts = _attention_shapes(native), _mlp_shapes(native), {}, {}
     if "recurrent" in native:
         recurrent = dict.fromkeys(native["recurrent"]["layers"], _recurrent_shapes(native["recurrent"], hidden))
@@ -40,6 +58,19 @@ def layer_shapes(native: Mapping[str, Plain]) -> Iterator[Shapes]:
         }
         mixer = recurrent.get(layer, attention if has_mixer else {})
         yield norms | mixer | experts.get(layer, mlp if has_mlp else {})
+
+
+def _gemma4_shapes(native: Mapping[str, Plain], layer: int) -> Shapes:
+    own, hidden, inputs = own_sizes(native, layer), native["hidden_size"], native["per_layer_input"]
+    attention = _attention_shapes(own)
+    unused = {"v_proj"} if own["values_are_keys"] else set()
+    unused |= {"k_proj", "v_proj", "k_norm"} if own["keys_of"] >= 0 else set()
+    shapes = {f"{name}.weight": [hidden] for name in native["norms"].values()}
+    shapes |= {name: shape for name, shape in attention.items() if name.split(".")[1] not in unused}
+    shapes |= _mlp_shapes(own) | {"layer_scalar": [1]}
+    if inputs:
+        shapes |= {"per_layer_input_gate.weight": [inputs, hidden], "per_layer_projection.weight": [hidden, inputs]}
+    return shapes
 
 
 def _attention_shapes(native: Mapping[str, Plain]) -> Shapes:

@@ -14,12 +14,13 @@ from nemo_rl_cpp.models.config_checks import expect, is_number
 DEFAULT_THETA = 10000.0
 KINDS = (FULL, SLIDING)
 """Kinds of layers; each may have a separate RoPE."""
-SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
+SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 _NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
     "longrope": (),
+    "proportional": (),
 }
 _REMEMBERS_ORIGINAL = ("llama3", "yarn", "longrope")
 """Types of scaling that depend on the number of positions in pretraining."""
@@ -46,8 +47,10 @@ def respell(
     if isinstance(section, Mapping):
         kind = "longrope" if config.get("model_type") == "phi3" and _kind(section) in ("su", "yarn") else _kind(section)
         form["rope_theta"] = _first(section.get("rope_theta"), form["rope_theta"])
-        partial = _first(section.get("partial_rotary_factor"), partial)
-        elsewhere = ("type", "rope_theta", "partial_rotary_factor")
+        elsewhere = ("type", "rope_theta")
+        if kind != "proportional":
+            partial = _first(section.get("partial_rotary_factor"), partial)
+            elsewhere = (*elsewhere, "partial_rotary_factor")
         scaling = {name: value for name, value in section.items() if name not in elsewhere} | {"rope_type": kind}
         form["rope_scaling"] = None if kind == "default" and not _nested(section) else scaling
         if kind in _REMEMBERS_ORIGINAL:
@@ -212,6 +215,10 @@ def check_rope(form: Mapping[str, Plain], key: str, *, is_partial: bool = False)
         raise ModelFolderError(
             f"{key}.low_freq_factor {scaling['low_freq_factor']} is not below high_freq_factor {scaling['high_freq_factor']}"
         )
+    if kind == "proportional":
+        turned = scaling.get("partial_rotary_factor", 1.0)
+        expect(is_number(turned) and turned <= 1, f"{key}.partial_rotary_factor", turned, "a number up to 1")
+        _check_number(f"{key}.factor", scaling.get("factor", 1.0))
     if kind == "yarn":  # theta 1 has no frequencies
         expect(form["rope_theta"] != 1, "rope_theta", form["rope_theta"], "for yarn a number above 1")
 
@@ -250,7 +257,7 @@ def position_factor(form: Mapping[str, Plain]) -> tuple[int | None, float]:
     factor 1, because their max_position_embeddings is already the scaled length. A model that scales queries has only
     the positions before the first scaled one, because the native core does not compute this."""
     scaling = form["rope_scaling"]
-    if scaling is None or scaling["rope_type"] in ("llama3", "longrope"):
+    if scaling is None or scaling["rope_type"] in ("llama3", "longrope", "proportional"):
         return None, 1.0
     if scales_queries(form):
         return scaling[_ORIGINAL], 1.0
@@ -286,7 +293,7 @@ def rope_frequencies(form: Mapping[str, Plain], max_length: int) -> tuple[list[f
     """Return the inverse frequencies [rotary_size / 2] after RoPE scaling, and the factor that multiplies cos and sin.
 
     `form` is canonical; `max_length` is the longest sequence. Types: default, linear, llama3 (Llama 3.1), yarn (Peng et
-    al., 2023), longrope (Ding et al., 2024). longrope has factors for short and for long sequences. transformers
+    al., 2023), longrope (Ding et al., 2024), proportional (Gemma 4). longrope has factors for short and for long sequences. transformers
     chooses between them by the longest sequence of a batch, so that samples affect each other. This function, like
     vLLM, chooses by `max_length`."""
     head_dim = rotary_size(form)
@@ -294,6 +301,10 @@ def rope_frequencies(form: Mapping[str, Plain], max_length: int) -> tuple[list[f
     inv_freq = [theta ** (-2.0 * i / head_dim) for i in range(head_dim // 2)]
     if scaling is None:
         return inv_freq, 1.0
+    if scaling["rope_type"] == "proportional":  # the other dimensions are rotated by the angle 0
+        turned = int(scaling.get("partial_rotary_factor", 1.0) * head_dim // 2)
+        scaled = [f / float(scaling.get("factor", 1.0)) for f in inv_freq[:turned]]
+        return scaled + [0.0] * (len(inv_freq) - turned), 1.0
     if scaling["rope_type"] == "longrope":
         return _longrope(inv_freq, scaling, form["max_position_embeddings"], max_length)
     factor = float(scaling["factor"])

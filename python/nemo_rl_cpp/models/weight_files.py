@@ -231,7 +231,7 @@ def fill_parameters(
         if name not in shapes:
             # a tied LM head, or one that a critic does not need
             computed = name != HEAD and not name.endswith("rotary_emb.inv_freq") and not name.startswith(_NOT_COMPUTED)
-            if computed and not _predicts_more_tokens(name, shapes):
+            if computed and not _predicts_more_tokens(name, shapes) and not _is_replaced(name, shapes):
                 extra.append(name)
         elif list(tensor.shape) != list(shapes[name]):
             wrong.append(f"{name} is {list(tensor.shape)}, expected {list(shapes[name])}")
@@ -252,8 +252,9 @@ def fill_parameters(
 
 _NOT_COMPUTED = (
     "mtp.", "model.visual.", "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
+    "model.embed_vision.", "model.audio_tower.", "model.embed_audio.",
 )  # fmt: skip
-"""Prefixes of tensors that are ignored: multi-token-prediction heads and vision towers of Qwen3.5 and Gemma 3."""
+"""Prefixes of tensors that are ignored: multi-token-prediction heads and the towers of Qwen3.5, Gemma 3 and Gemma 4."""
 
 
 def _predicts_more_tokens(name: str, shapes: Container[str]) -> bool:
@@ -266,6 +267,14 @@ def _predicts_more_tokens(name: str, shapes: Container[str]) -> bool:
     norms = ("input_layernorm", "norm", "operator_norm")
     is_behind = not any(f"model.layers.{layer}.{norm}.weight" in shapes for norm in norms)
     return is_behind and f"model.layers.{last}.mlp.gate.e_score_correction_bias" in shapes
+
+
+def _is_replaced(name: str, shapes: Container[str]) -> bool:
+    """Return whether the tensor `name` belongs to the keys or values of a layer that reads those of an earlier one
+    (Gemma 4), for which released checkpoints still have it."""
+    layer, _, part = name.partition(".self_attn.")
+    is_own = part.startswith("q_proj.") or f"{layer}.self_attn.k_proj.weight" in shapes
+    return not is_own and f"{layer}.layer_scalar" in shapes and part.split("_")[0] in ("k", "v")
 
 
 def _known_name(name: str, shapes: Container[str]) -> str:

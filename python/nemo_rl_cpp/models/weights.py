@@ -254,7 +254,7 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
         name = spec.name
         spread = 0.1 * std if name == "lm_head.weight" else std
         if isinstance(spec, C.BlockSpec) and len(spec.shape) == 1:
-            model.blocks_of(spec).zero_()
+            model.blocks_of(spec).fill_(1.0 if name.endswith("layer_scalar") else 0.0)
         elif isinstance(spec, C.BlockSpec):
             pack_blocks(model, spec, draw(spec.shape, spread))
         elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):

@@ -77,7 +77,9 @@ def test_chunked_prefill_preemption_and_batch_size_do_not_change_results_of_recu
     assert torch.equal(policy.get_logprobs(data)["logprobs"], outputs[0]["logprobs"] * data["token_mask"])
 
 
-WINDOWED = {"mistral": {"sliding_window": 20}} | {name: LAYERS[name] for name in ("gemma3_text", "gpt_oss")}
+WINDOWED = {"mistral": {"sliding_window": 20}} | {
+    name: LAYERS[name] for name in ("gemma3_text", "gemma4_text", "gpt_oss")
+}
 
 
 @pytest.mark.parametrize("family", WINDOWED)
@@ -87,10 +89,9 @@ def test_sliding_window_kv_cache_gives_the_tokens_and_logprobs_of_a_full_kv_cach
     1 + ceil((19 + 64 - 1) / 32) = 4, and one for a copy of a prompt's last block."""
     overrides = {"model_type": family, **WINDOWED[family]}
     sizes = model_sizes("none", TINY_CONFIG | overrides)
-    full = sizes.num_hidden_layers - sizes.windowed_layers
-    block = 32 * 2 * sizes.num_key_value_heads * sizes.head_dim * 4  # bytes of a block in one layer
-    small = block * (12 * full + 6 * sizes.windowed_layers)
-    assert small < block * 10 * sizes.num_hidden_layers, "a cache that keeps all blocks would not fit"
+    full, windowed = (32 * 4 * sizes.cached_values(kind) for kind in (False, True))  # bytes of a block in these layers
+    small = 12 * full + 6 * windowed
+    assert small < 10 * (full + windowed), "a cache that keeps all blocks would not fit"
     inputs, outputs = prompts([200, 33, 1], 4, seed=3), []
     for batch, size, threads in ((64, 1e9, 1), (3, 1e9, 2), (12, small, 1), (12, small, 2)):
         engine = dict(max_batch_size=batch, prefill_chunk_tokens=chunk, kv_cache_gb=size / 1e9)
@@ -120,7 +121,7 @@ def test_estimated_kv_cache_size_with_sliding_windows_equals_the_allocated_size(
     generation.generate(prompts([300] * 4, 4))
     sizes = model_sizes("m", TINY_CONFIG | overrides)
     assert sizes.num_hidden_layers == 2 and sizes.windowed_layers == 1
-    used = generation.get_logger_metrics()["peak_blocks"] * 32 * 2 * sizes.num_key_value_heads * sizes.head_dim * 4
+    used = generation.get_logger_metrics()["peak_blocks"] * 32 * 4 * sizes.cached_values(False)
     assert dict(phase.parts)["KV cache"] == pytest.approx(used, rel=0.1)
 
 

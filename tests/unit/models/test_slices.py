@@ -87,6 +87,13 @@ def refused(model, count, **overrides):
     return str(caught.value)
 
 
+def test_heads_of_gemma_4_on_a_gpu_are_an_error_that_names_the_cpu():
+    config = canonical_config(TINY_CONFIG | {"model_type": "gemma4_text", "global_head_dim": 512})
+    ModelFolder(config, None).check_device("cpu")
+    with pytest.raises(ModelFolderError, match="global_head_dim is 512, .* heads of up to 256: set cluster.device=cpu"):
+        ModelFolder(config, None).check_device("cuda")
+
+
 def test_tensor_parallelism_for_an_indivisible_model_is_an_error_that_states_the_reason():
     key = "policy.dtensor_cfg.tensor_parallel_size is"
     assert refused("llama_gqa", 4).startswith(

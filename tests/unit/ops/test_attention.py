@@ -12,7 +12,7 @@ from threads import on_threads
 
 TILE = C.KEY_TILE
 #         N, K, H
-HEADS = [(3, 1, 16), (4, 4, 64), (9, 3, 64), (10, 2, 80), (7, 1, 128), (2, 1, 8), (3, 3, 24), (2, 2, 256)]
+HEADS = [(3, 1, 16), (4, 4, 64), (9, 3, 64), (10, 2, 80), (7, 1, 128), (2, 1, 8), (3, 3, 24), (2, 2, 256), (4, 2, 512)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 WINDOWS = [0, 1, 9, 40, 64]  # keys that a row sees: all, itself, less than a tile of 32, more, two tiles
 # every pair of a shape, a type and a window

@@ -19,7 +19,7 @@ FAMILIES = {
     "mistral": {"sliding_window": 1},  # no layer keeps the blocks of all tokens
     **{name: LAYERS[name] for name in ("granite", "qwen2_moe", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3")},
     "lfm2": {"hidden_size": 48, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
-    **{name: LAYERS[name] | {"sliding_window": 7} for name in ("gemma2", "gemma3_text")},
+    **{name: LAYERS[name] | {"sliding_window": 7} for name in ("gemma2", "gemma3_text", "gemma4_text")},
     **{name: LAYERS[name] | {"tie_word_embeddings": False} for name in ("nemotron_h", "nemotron_h with latent experts")},
 }  # fmt: skip
 PLENTY = 1 << 28

@@ -28,11 +28,13 @@ CHANGES = {
     **dict.fromkeys(("mistral_window", "qwen3_windows", "mixtral_window", "phi3"), dict(sliding_window=70)),
     "olmo3": dict(sliding_window=9, rope_parameters={**models.configurations()["olmo3"].rope_parameters, "sliding_attention": dict(rope_type="default", rope_theta=10000.0)}),
     "olmoe": dict(num_key_value_heads=4),
+    # with this theta, the upper bound of YaRN is 1.99997, which llama.cpp rounds to 2
+    "gpt_oss": dict(rope_parameters={**models.configurations()["gpt_oss"].rope_parameters, "rope_theta": 10766.0}),
     "phi3_longrope": dict(rope_parameters=LONGROPE),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_tied_other_layers"), dict(linear_key_head_dim=32)),
 }  # fmt: skip
 EXPORTED = (
-    "llama", "mistral", "smollm3", "granite", "granitemoe", "qwen2", "qwen3", "olmo2", "olmo3", "exaone4", "glm4", "ernie4_5", "seed_oss", "phi3", "gemma2", "gemma3_text",
+    "llama", "mistral", "smollm3", "granite", "granitemoe", "qwen2", "qwen3", "olmo2", "olmo3", "exaone4", "glm4", "ernie4_5", "seed_oss", "gpt_oss", "phi3", "gemma2", "gemma3_text",
     "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text",
 )  # fmt: skip
 REFUSED = {
@@ -138,6 +140,8 @@ LFM2 = {"layer_types": ["conv", "full_attention"] * 16}
         ({"model_type": "llama", "rope_scaling": YARN | {"truncate": False}}, "yarn by truncate"),
         ({"model_type": "smollm3", "mlp_bias": True}, "biases"),
         ({"model_type": "olmo2", "attention_bias": True}, "biases"),
+        ({"model_type": "gpt_oss", "attention_bias": False}, "no biases"),
+        ({"model_type": "gpt_oss", "rope_scaling": YARN | {"truncate": True}}, "yarn by truncate"),
         ({"model_type": "olmo2", "tie_word_embeddings": True}, "tie_word_embeddings true"),
         ({"model_type": "gemma2", "tie_word_embeddings": False}, "tie_word_embeddings false"),
         ({"model_type": "lfm2_moe", **LFM2, "tie_word_embeddings": False}, "tie_word_embeddings false"),
@@ -160,20 +164,27 @@ def test_gguf_export_of_a_variant_of_a_family_that_llama_cpp_does_not_compute_is
         check_family(canonical_config(config))
 
 
+WORDS = {
+    "qwen3.5": tokenizer_folders.QWEN_WORDS.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}"),
+    "gpt-oss": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?"
+        r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}  # fmt: skip
+TOKENIZERS = ("gpt2", "qwen", *WORDS, "llama3", "llama2")
+
+
 def tokenizer_folder(name, root):
-    """Write the tokenizer `name`, one of TOKENIZERS. "qwen3.5" is Qwen's, whose words may also hold combining marks."""
-    folder = tokenizer_folders.write(tokenizer_folders.KINDS[name.removesuffix("3.5")], root / name)
-    if name == "qwen3.5":
+    """Write the tokenizer `name`, one of TOKENIZERS. Those of WORDS are Qwen's with other words."""
+    folder = tokenizer_folders.write(tokenizer_folders.KINDS["qwen" if name in WORDS else name], root / name)
+    if name in WORDS:
         written = json.loads((folder / "tokenizer.json").read_text())
-        pattern = written["pre_tokenizer"]["pretokenizers"][0]["pattern"]
-        pattern["Regex"] = (
-            pattern["Regex"].replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
-        )
+        written["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = WORDS[name]
         (folder / "tokenizer.json").write_text(json.dumps(written))
     return folder
 
 
-TOKENIZERS = ("gpt2", "qwen", "qwen3.5", "llama3", "llama2")
 TEXTS = (
     "Hello there, what is 12 plus 30?", "  two  spaces\n\n\tand a tab", "don't we'll", "1234567 3.14", "naïve 北京 🙂", "हिन्दी में",
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import MappingProxyType
 
 import gguf
 import llama_cpp
@@ -98,6 +99,8 @@ RECURRENT = SIZES | dict(
     linear_value_head_dim=32, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64,
 )  # fmt: skip
 
+GPT_OSS = SIZES | dict(model_type="gpt_oss", intermediate_size=32, num_local_experts=3, num_experts_per_tok=2)
+
 
 def folder_of_blocks(folder, sizes=SIZES):
     """Write the folder of a tiny model whose rows are divisible into blocks of 32 weights."""
@@ -137,8 +140,9 @@ def test_quantised_base_model_keeps_the_quantised_blocks_of_a_gguf_file_unchange
     assert bytes(blocks[0, : len(block)].tolist()) == block
 
 
-def test_quantised_recurrent_layers_keep_the_quantised_blocks_of_a_gguf_file_unchanged(tmp_path):
-    folder, file = folder_of_blocks(tmp_path / "folder", RECURRENT), tmp_path / "model.gguf"
+@pytest.mark.parametrize("sizes", [RECURRENT, GPT_OSS], ids=lambda sizes: sizes["model_type"])
+def test_quantised_recurrent_layers_and_experts_keep_the_quantised_blocks_of_a_gguf_file_unchanged(sizes, tmp_path):
+    folder, file = folder_of_blocks(tmp_path / "folder", sizes), tmp_path / "model.gguf"
     export_gguf(folder, file, "q8_0")
     expected, found = quantised(folder, "q8_0"), quantised(file, "q8_0")
     assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
@@ -155,8 +159,9 @@ def test_gguf_blocks_that_span_several_value_heads_of_a_recurrent_layer_are_dequ
     assert np.array_equal(found[:, [0, 3, 1, 4, 2, 5]], heads)
 
 
-def rewritten(file, target, *left_out, change=lambda writer: None):
-    """Write a GGUF file as `target` without the metadata `left_out`, and with those that `change` adds."""
+def rewritten(file, target, *left_out, change=lambda writer: None, mxfp4=MappingProxyType({})):
+    """Write a GGUF file as `target` without the metadata `left_out`, with those that `change` adds, and with the blocks
+    `mxfp4` of some tensors."""
     reader = gguf.GGUFReader(file)
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(target, architecture)
@@ -165,7 +170,8 @@ def rewritten(file, target, *left_out, change=lambda writer: None):
             sub = field.types[-1] if len(field.types) > 1 else None
             writer.add_key_value(key, field.contents(), field.types[0], sub)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data)
+        kind = gguf.GGMLQuantizationType.MXFP4 if tensor.name in mxfp4 else tensor.tensor_type
+        writer.add_tensor(tensor.name, mxfp4.get(tensor.name, tensor.data), raw_dtype=kind)
     change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -196,6 +202,19 @@ def test_gguf_tensors_in_a_quantisation_format_without_kernels_are_dequantised_o
     tensor = tensors["blk.0.ffn_down.weight"]
     assert tensor.tensor_type.name == "Q5_1"
     assert np.array_equal(found, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+
+
+def test_experts_of_a_gguf_file_in_mxfp4_are_read_into_equal_bfloat16_weights(tmp_path):
+    folder, file = folder_of_blocks(tmp_path / "folder", GPT_OSS), tmp_path / "model.gguf"
+    export_gguf(folder, file, "f32")
+    blocks = lambda tensor: gguf.quants.quantize(tensor.data, gguf.GGMLQuantizationType.MXFP4)  # noqa: E731
+    experts = {each.name: blocks(each) for each in gguf.GGUFReader(file).tensors if each.name.endswith("_exps.weight")}
+    found = weights_of(resolve_model(rewritten(file, tmp_path / "mxfp4.gguf", mxfp4=experts)))
+    for name, part in {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}.items():
+        expected = gguf.quants.dequantize(experts[f"blk.1.{part}.weight"], gguf.GGMLQuantizationType.MXFP4)
+        for expert, values in enumerate(expected):
+            weight = found[f"model.layers.1.mlp.experts.{expert}.{name}.weight"]
+            assert np.array_equal(weight, values) and torch.equal(weight, weight.bfloat16().float())
 
 
 def test_lora_run_on_a_gguf_model_has_equal_logprobs_and_a_checkpoint_that_names_the_file(tmp_path):

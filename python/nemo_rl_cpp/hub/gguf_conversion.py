@@ -38,6 +38,7 @@ _KINDS = {
     "qwen3moe": ("qwen3_moe", "Qwen3Moe"),
     "qwen2moe": ("qwen2_moe", "Qwen2Moe"),
     "olmoe": ("olmoe", "Olmoe"),
+    "gpt-oss": ("gpt_oss", "GptOss"),
     "phi3": ("phi3", "Phi3"),
     "gemma2": ("gemma2", "Gemma2"),
     "gemma3": ("gemma3_text", "Gemma3"),
@@ -230,6 +231,8 @@ def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
             for name in ("beta_fast", "beta_slow"):
                 if (number := _value(reader, f"{{arch}}.rope.scaling.yarn_{name}")) is not None:
                     scaling[name] = _short(number)
+        if config["model_type"] == "gpt_oss":  # llama.cpp rounds its bounds, too
+            scaling["truncate"] = False
         config["rope_scaling"] = scaling
     elif kind != "none":
         raise UnsupportedGgufError(f"the GGUF file scales RoPE by {kind!r}, which is not read; linear and yarn are")
@@ -270,7 +273,16 @@ _WITH_MARKS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS = {_ENDINGS + r"\p{N}{1,3}" + _REST: "llama-bpe", _ENDINGS + r"\p{N}" + _REST: "qwen2", _WITH_MARKS: "qwen35"}
+_WORD = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+_CAPITALS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+_AFTER = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {
+    _ENDINGS + r"\p{N}{1,3}" + _REST: "llama-bpe",
+    _ENDINGS + r"\p{N}" + _REST: "qwen2",
+    _WITH_MARKS: "qwen35",
+    _WORD + _AFTER + _CAPITALS + _AFTER + r"\p{N}{1,3}" + _SLASHES: "gpt-4o",
+}
 """Regular expression by which a pre-tokenizer splits text into words -> its name in llama.cpp."""
 
 

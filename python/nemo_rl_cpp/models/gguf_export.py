@@ -127,19 +127,21 @@ def _differences(config: Mapping[str, Plain]) -> Iterator[str]:
     family, made, native = FAMILIES[kind], SUPPORTED_ARCHITECTURES[kind], hf_config.native_config(config)
     kinds = made.layer_types(config)
     yield from _rope_differences(config)
-    if native["activation"] != ("gelu_tanh" if kind.startswith("gemma") else "silu"):
+    if native["activation"] != ("gelu_tanh" if kind.startswith("gemma") else "clamped" if made.clamped else "silu"):
         yield f"the activation {native['activation']}"
-    if (native["output_bias"] or native["mlp_bias"]) and family.architecture not in ("llama", "granite"):
-        yield "biases (attention_bias, mlp_bias)"
+    biases = native["output_bias"] or native["mlp_bias"]
+    if biases != (kind == "gpt_oss") and family.architecture not in ("llama", "granite"):
+        yield f"{'' if biases else 'no '}biases (attention_bias, mlp_bias)"
     width = config["num_attention_heads"] * config["head_dim"]
     if kind in ("qwen2", "olmo2", "olmo3", "phi3", "exaone4", "qwen2_moe", "olmoe") and width != config["hidden_size"]:
         yield f"heads of {width} numbers together and hidden_size {config['hidden_size']}"
-    tied = {"olmo2": False, "olmo3": False, "qwen2_moe": False, "olmoe": False, "gemma2": True, "lfm2_moe": True}
+    untied = dict.fromkeys(("olmo2", "olmo3", "qwen2_moe", "olmoe", "gpt_oss"), False)
+    tied = untied | {"gemma2": True, "lfm2_moe": True}
     if config["tie_word_embeddings"] != tied.get(kind, config["tie_word_embeddings"]):
         yield f"tie_word_embeddings {str(config['tie_word_embeddings']).lower()}"
     if kind == "gemma2" and not (config["attn_logit_softcapping"] and config["final_logit_softcapping"]):
         yield "a softcapping of null"
-    if kind == "gemma2" and kinds != [FULL if i % 2 else SLIDING for i in range(len(kinds))]:
+    if kind in ("gemma2", "gpt_oss") and kinds != [FULL if i % 2 else SLIDING for i in range(len(kinds))]:
         yield "windows in other layers than every second"
     if kind in ("gemma3_text", "olmo3") and SLIDING not in kinds:
         yield "full attention in every layer"
@@ -160,8 +162,10 @@ def _rope_differences(config: Mapping[str, Plain]) -> Iterator[str]:
         yield f"rope scaling of type {scaling['rope_type']}"
     elif scaling is not None and scaling["rope_type"] == "yarn":
         plain = {key: scaling[key] for key in ("rope_type", "factor", "original_max_position_embeddings")}
+        if config["model_type"] == "gpt_oss":  # llama.cpp rounds its bounds all the same
+            plain["truncate"] = False
         if rope.rope_frequencies(full, 0) != rope.rope_frequencies({**full, "rope_scaling": plain}, 0):
-            yield f"yarn by {', '.join(sorted(scaling.keys() - plain.keys()))}"
+            yield f"yarn by {', '.join(sorted(key for key in scaling if scaling[key] != plain.get(key)))}"
     if made.local_rope is not None and rope.of_kind(config, SLIDING)["rope_scaling"] is not None:
         yield "rope scaling of layers with windows"
     if config["model_type"] == "olmo3" and rope.of_kind(config, SLIDING)["rope_theta"] != full["rope_theta"]:
@@ -212,7 +216,7 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
         written["num_key_value_heads"] = [config["num_key_value_heads"] if each == FULL else 0 for each in kinds]
     optional = {key: known for key, known in RECURRENT_AND_EXPERTS.items() if known in made.defaults}
     if made.experts is not None:
-        optional["expert_count"] = made.experts.count
+        optional |= {"expert_count": made.experts.count, "expert_feed_forward_length": made.experts.width}
     for key, known in (CONFIG_KEYS | optional).items():
         if isinstance(written[known], list):
             writer.add_array(f"{family.architecture}.{key}", written[known])
@@ -253,8 +257,9 @@ def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
         writer.add_rope_scaling_orig_ctx_len(original)
 
 
-_EXACT = ("shortconv.conv.weight", "ssm_conv1d.weight", "ssm_alpha.weight", "ssm_beta.weight", "ffn_gate_inp.weight")
-"""Small matrices that are float32 in every file: convolutions, gates of gated delta nets, and routers."""
+_EXACT = (".bias", "shortconv.conv.weight", "ssm_conv1d.weight", "ssm_alpha.weight", "ssm_beta.weight", "ffn_gate_inp.weight")  # fmt: skip
+"""Small matrices that are float32 in every file: experts' biases, convolutions, gates of gated delta nets, and
+routers."""
 
 
 def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
@@ -384,7 +389,7 @@ def _split_name(pre_tokenizer: Mapping[str, Plain]) -> str:
         return "gpt-2"
     raise ModelFolderError(
         f"the tokenizer splits a text into words by {json.dumps(parts)[:200]}, of which llama.cpp's name is not known here; known are "
-        "those of Llama 3, Qwen, SmolLM and GPT-2"
+        "those of Llama 3, Qwen, SmolLM, gpt-oss and GPT-2"
     )
 
 

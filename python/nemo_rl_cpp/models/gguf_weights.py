@@ -43,6 +43,7 @@ FAMILIES = {
     "glm4": Family("glm4"),
     "ernie4_5": Family("ernie4_5"),
     "seed_oss": Family("seed_oss"),
+    "gpt_oss": Family("gpt-oss", has_windows=True, scalings=("yarn",)),
     "phi3": Family("phi3", scalings=("longrope",)),
     "gemma2": Family("gemma2", has_windows=True, scalings=()),
     "gemma3_text": Family("gemma3", has_windows=True, scalings=("linear",)),
@@ -64,7 +65,7 @@ def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
     known = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     shapes = parameter_shapes(hf_config.native_config(config))
     spelt = {name: re.sub(r"\.experts\.\d+", ".experts", name) for name in shapes}
-    others = {".dt_bias": ".dt_proj.bias", "correction_bias": "correction.bias"}
+    others = {".dt_bias": ".dt_proj.bias", "correction_bias": "correction.bias", ".sinks": ".sinks.weight"}
     if architecture.startswith("lfm2"):
         others["model.norm."] = "model.embedding_norm."
     for ours, theirs in others.items():

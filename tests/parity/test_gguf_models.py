@@ -17,7 +17,7 @@ from nemo_rl_cpp.config import ConfigError, load_grpo_config
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.hub.sources import SourceError, resolve_model
-from nemo_rl_cpp.models.gguf_export import export_gguf
+from nemo_rl_cpp.models.gguf_export import compare_with_folder, export_gguf
 from nemo_rl_cpp.models.hf_config import read_config
 from nemo_rl_cpp.models.model_folder import read_model_folder, tiny_random
 from nemo_rl_cpp.models.weights import initialize_weights, named_views, save_weights
@@ -56,6 +56,7 @@ def test_model_read_from_a_gguf_file_has_the_configuration_and_weights_of_the_ex
     assert before.keys() == after.keys()
     offset = 1e-6 if name.startswith(("gemma", "qwen3_5")) else 0  # norms are 1 + w in the file, A_log is -exp(A_log)
     assert all((before[key] - after[key]).abs().max() <= offset for key in before)
+    assert compare_with_folder(tmp_path / "model.gguf", folder).max_logit <= 1e3 * offset
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

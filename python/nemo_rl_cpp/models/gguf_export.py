@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +23,15 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.hub.gguf_conversion import CONFIG_KEYS, NORM_TOPK_PROB, NUMBERS, RECURRENT_AND_EXPERTS, SPLITS
-from nemo_rl_cpp.hub.sources import ModelFolderError
+from nemo_rl_cpp.hub.gguf_conversion import (
+    CONFIG_KEYS,
+    NORM_TOPK_PROB,
+    NUMBERS,
+    RECURRENT_AND_EXPERTS,
+    SPLITS,
+    link_folder,
+)
+from nemo_rl_cpp.hub.sources import GGUF_FILE, GGUF_TABLE, ModelFolderError
 from nemo_rl_cpp.models import hf_config, rope
 from nemo_rl_cpp.models.architectures import (
     FULL,
@@ -33,11 +41,11 @@ from nemo_rl_cpp.models.architectures import (
     SLIDING,
     SUPPORTED_ARCHITECTURES,
 )
-from nemo_rl_cpp.models.gguf_weights import FAMILIES, from_gguf, stored_names, stored_shape, tensor_names, to_gguf
+from nemo_rl_cpp.models.gguf_weights import FAMILIES, stored_names, stored_shape, tensor_names, to_gguf
 from nemo_rl_cpp.models.model_folder import read_model_folder
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.weight_files import RawTensor, all_entries, decoded, fill_parameters, raw_tensors, weight_files
-from nemo_rl_cpp.models.weights import named_views
+from nemo_rl_cpp.models.weights import load_weights
 
 
 def export_gguf(folder: Path, file: Path, kind: str) -> int:
@@ -312,14 +320,9 @@ def compare_with_folder(file: Path, folder: Path) -> Gap:
     model = C.DecoderModel(opened.native(), torch.float32, trainable=False)
     opened.fill(model)
     ours = C.Trainer(model).logits(ids)
-    views = named_views(model.specs, model.compute)
-    stored = stored_names(opened.config)
-    for tensor in gguf.GGUFReader(file).tensors:
-        names = stored.get(tensor.name, [])
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        for name, part in zip(names, values if len(names) > 1 else [values]):
-            views[name].copy_(torch.from_numpy(from_gguf(opened.config, name, part)).view(views[name].shape))
-    model.masters_changed()
+    with tempfile.TemporaryDirectory() as made:
+        link_folder(file, Path(made, GGUF_FILE), Path(made, GGUF_TABLE))
+        load_weights(model, made)
     theirs = C.Trainer(model).logits(ids)
     kl = torch.nn.functional.kl_div(
         theirs.log_softmax(-1), ours.log_softmax(-1), reduction="batchmean", log_target=True

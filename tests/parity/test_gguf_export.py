@@ -32,10 +32,11 @@ CHANGES = {
     "gpt_oss": dict(rope_parameters={**models.configurations()["gpt_oss"].rope_parameters, "rope_theta": 10766.0}),
     "phi3_longrope": dict(rope_parameters=LONGROPE),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_tied_other_layers"), dict(linear_key_head_dim=32)),
+    "qwen3_next": dict(linear_key_head_dim=32, num_experts=5),
 }  # fmt: skip
 EXPORTED = (
     "llama", "mistral", "smollm3", "granite", "granitemoe", "qwen2", "qwen3", "olmo2", "olmo3", "exaone4", "glm4", "ernie4_5", "seed_oss", "gpt_oss", "phi3", "gemma2", "gemma3_text",
-    "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text",
+    "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
 )  # fmt: skip
 REFUSED = {
     "llama_gelu": "the activation gelu_tanh",
@@ -47,6 +48,7 @@ REFUSED = {
     "qwen2_moe_sparse_step": "norm_topk_prob true",
     "qwen3_5_moe_tied_other_layers": "linear_value_head_dim 32 and linear_key_head_dim 16",
     "qwen3_5_tied_other_layers": "full attention in other layers than every n-th",
+    "qwen3_next_tied_other_layers": "norm_topk_prob false",
 } | {
     name: f"a model of type {config.model_type} is not written as GGUF"
     for name, config in models.configurations().items()

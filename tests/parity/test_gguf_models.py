@@ -54,7 +54,9 @@ def test_model_read_from_a_gguf_file_has_the_configuration_and_weights_of_the_ex
     assert {**before, "layers": None} == {**after, "layers": None}
     before, after = weights_of(folder), weights_of(found.path)
     assert before.keys() == after.keys()
-    offset = 1e-6 if name.startswith(("gemma", "qwen3_5")) else 0  # norms are 1 + w in the file, A_log is -exp(A_log)
+    offset = (
+        1e-6 if name.startswith(("gemma", "qwen3_5", "qwen3_next")) else 0
+    )  # norms are 1 + w in the file, A_log is -exp(A_log)
     assert all((before[key] - after[key]).abs().max() <= offset for key in before)
     assert compare_with_folder(tmp_path / "model.gguf", folder).max_logit <= 1e3 * offset
 
@@ -100,6 +102,7 @@ RECURRENT = SIZES | dict(
     linear_value_head_dim=32, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64,
 )  # fmt: skip
 
+QWEN3_NEXT = RECURRENT | dict(model_type="qwen3_next")
 GPT_OSS = SIZES | dict(model_type="gpt_oss", intermediate_size=32, num_local_experts=3, num_experts_per_tok=2)
 
 
@@ -141,7 +144,7 @@ def test_quantised_base_model_keeps_the_quantised_blocks_of_a_gguf_file_unchange
     assert bytes(blocks[0, : len(block)].tolist()) == block
 
 
-@pytest.mark.parametrize("sizes", [RECURRENT, GPT_OSS], ids=lambda sizes: sizes["model_type"])
+@pytest.mark.parametrize("sizes", [RECURRENT, QWEN3_NEXT, GPT_OSS], ids=lambda sizes: sizes["model_type"])
 def test_quantised_recurrent_layers_and_experts_keep_the_quantised_blocks_of_a_gguf_file_unchanged(sizes, tmp_path):
     folder, file = folder_of_blocks(tmp_path / "folder", sizes), tmp_path / "model.gguf"
     export_gguf(folder, file, "q8_0")
@@ -161,7 +164,7 @@ def test_gguf_blocks_that_span_several_value_heads_of_a_recurrent_layer_are_dequ
 
 
 def rewritten(file, target, *left_out, change=lambda writer: None, mxfp4=MappingProxyType({})):
-    """Write a GGUF file as `target` without the metadata `left_out`, with those that `change` adds, and with the blocks
+    """Write a GGUF file as `target` without the metadata and tensors `left_out`, with those that `change` adds, and with the blocks
     `mxfp4` of some tensors."""
     reader = gguf.GGUFReader(file)
     architecture = reader.fields["general.architecture"].contents()
@@ -170,7 +173,7 @@ def rewritten(file, target, *left_out, change=lambda writer: None, mxfp4=Mapping
         if not key.startswith(("GGUF.", "general.architecture", *left_out)):
             sub = field.types[-1] if len(field.types) > 1 else None
             writer.add_key_value(key, field.contents(), field.types[0], sub)
-    for tensor in reader.tensors:
+    for tensor in (each for each in reader.tensors if not (left_out and each.name.startswith(left_out))):
         kind = gguf.GGMLQuantizationType.MXFP4 if tensor.name in mxfp4 else tensor.tensor_type
         writer.add_tensor(tensor.name, mxfp4.get(tensor.name, tensor.data), raw_dtype=kind)
     change(writer)
@@ -193,6 +196,19 @@ def test_multi_token_prediction_layers_of_a_gguf_file_are_ignored(tmp_path):
     expected, found = (read_model_folder(resolve_model(path)) for path in (file, tmp_path / "mtp.gguf"))
     found.check_weights()
     assert found.config == expected.config and found.config["num_hidden_layers"] == 2
+
+
+def test_fused_projection_in_an_older_gguf_file_of_qwen3_next_is_split(tmp_path):
+    """It holds of each of two key heads 32 rows of q and of k, and 96 of v and of z."""
+    folder, file = folder_of_blocks(tmp_path / "folder", QWEN3_NEXT), tmp_path / "model.gguf"
+    export_gguf(folder, file, "f32")
+    tensors = {each.name: each.data for each in gguf.GGUFReader(file).tensors}
+    q, k, v = np.split(tensors["blk.0.attn_qkv.weight"], [64, 128])
+    parts = [each.reshape(2, -1, 64) for each in (q, k, v, tensors["blk.0.attn_gate.weight"])]
+    add = lambda writer: writer.add_tensor("blk.0.ssm_in.weight", np.concatenate(parts, 1).reshape(-1, 64))  # noqa: E731
+    older = rewritten(file, tmp_path / "older.gguf", "blk.0.attn_qkv", "blk.0.attn_gate", change=add)
+    before, after = (weights_of(resolve_model(path)) for path in (file, older))
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_gguf_tensors_in_a_quantisation_format_without_kernels_are_dequantised_on_loading(tmp_path):

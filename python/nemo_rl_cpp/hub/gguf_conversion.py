@@ -46,6 +46,7 @@ _KINDS = {
     "lfm2moe": ("lfm2_moe", "Lfm2Moe"),
     "qwen35": ("qwen3_5_text", "Qwen3_5"),
     "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5Moe"),
+    "qwen3next": ("qwen3_next", "Qwen3Next"),
 }
 """Architecture in GGUF -> model_type and prefix of the class name in config.json."""
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
@@ -139,7 +140,7 @@ def _add_sizes(reader: GGUFReader, config: dict[str, Plain]) -> None:
             config[name] = int(number)
     if model_type in NORM_TOPK_PROB:
         config["norm_topk_prob"] = NORM_TOPK_PROB[model_type]
-    if model_type.startswith("qwen3_5"):
+    if model_type.startswith(("qwen3_5", "qwen3_next")):
         _add_recurrence(reader, config)
     head_dim = _value(reader, "{arch}.attention.key_length") or _value(reader, "{arch}.rope.dimension_count")
     config["head_dim"] = int(head_dim or config["hidden_size"] // config["num_attention_heads"])

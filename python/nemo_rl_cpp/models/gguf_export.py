@@ -66,6 +66,8 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
     for there in order:
         shape = stored_shape(stored[there][0], shapes[stored[there][0]])
         whole[there] = shape if len(stored[there]) == 1 else [len(stored[there]), *shape]
+        if there.endswith(".ssm_ba.weight"):
+            whole[there] = [2 * shape[0], shape[1]]
     formats = {there: _format(there, whole[there], kind) for there in order}
     part = file.with_name(f".{file.name}.part")
     writer = gguf.GGUFWriter(part, FAMILIES[config["model_type"]].architecture)
@@ -95,6 +97,9 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
                 if len(parts) < len(stored[there]):
                     return
                 values = np.stack([parts[part] for part in stored[there]])
+                if there.endswith(".ssm_ba.weight"):  # of each key head the rows of b, then those of a
+                    heads = values.reshape(2, config["linear_num_key_heads"], -1, values.shape[-1])
+                    values = np.ascontiguousarray(heads.swapaxes(0, 1))
                 del held[there]
             writer.write_tensor_data(values)
 
@@ -159,7 +164,7 @@ def _differences(config: Mapping[str, Plain]) -> Iterator[str]:
         yield "windows"
     if "experts" in native:
         yield from _expert_differences(config, native)
-    if kind.startswith("qwen3_5"):
+    if made.recurrent == RECURRENT_SIZES:
         yield from _recurrent_differences(config, kinds)
 
 
@@ -265,7 +270,7 @@ def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
         writer.add_rope_scaling_orig_ctx_len(original)
 
 
-_EXACT = (".bias", "shortconv.conv.weight", "ssm_conv1d.weight", "ssm_alpha.weight", "ssm_beta.weight", "ffn_gate_inp.weight")  # fmt: skip
+_EXACT = (".bias", "shortconv.conv.weight", "ssm_conv1d.weight", "ssm_alpha.weight", "ssm_beta.weight", "ssm_ba.weight", "ffn_gate_inp.weight")  # fmt: skip
 """Small matrices that are float32 in every file: experts' biases, convolutions, gates of gated delta nets, and
 routers."""
 

@@ -16,6 +16,7 @@ from nemo_rl_cpp.hub.sources import GGUF_TABLE
 from nemo_rl_cpp.models import hf_config
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
+from nemo_rl_cpp.models.qwen3_next import is_fused
 
 
 class Family(NamedTuple):
@@ -55,6 +56,7 @@ FAMILIES = {
     "lfm2_moe": Family("lfm2moe"),
     "qwen3_5_text": Family("qwen35"),
     "qwen3_5_moe_text": Family("qwen35moe"),
+    "qwen3_next": Family("qwen3next"),
 }
 
 
@@ -68,6 +70,8 @@ def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
     others = {".dt_bias": ".dt_proj.bias", "correction_bias": "correction.bias", ".sinks": ".sinks.weight"}
     if architecture.startswith("lfm2"):
         others["model.norm."] = "model.embedding_norm."
+    if architecture == "qwen3next":
+        others |= dict.fromkeys(("in_proj_b.", "in_proj_a."), "in_proj_ba.")
     for ours, theirs in others.items():
         spelt = {name: spelling.replace(ours, theirs) for name, spelling in spelt.items()}
     return {name: known.get_name(spelling, try_suffixes=(".weight", ".bias")) for name, spelling in spelt.items()}
@@ -102,7 +106,7 @@ class LinkedTensors:
             behind = re.match(r"blk\.(\d+)\.", there)
             if there.startswith("rope_f") or (behind and int(behind[1]) >= self._config["num_hidden_layers"]):
                 continue
-            names = stored.get(there, [there])
+            names = [fused] if (fused := self._fused(there)) else stored.get(there, [there])
             each, own = (end - begin) // len(names), shape if len(names) == 1 else shape[1:]
             for index, name in enumerate(names):
                 known = shapes.get(name, own)
@@ -111,6 +115,14 @@ class LinkedTensors:
                 if kind != dtype:
                     self._dequantised[name] = dtype
                 self.places[name] = kind, known if is_own else own, begin + index * each, begin + (index + 1) * each
+
+    def _fused(self, name: str) -> str | None:
+        """Return the name in a checkpoint of Qwen3-Next of a fused projection (models/qwen3_next.py)."""
+        found = re.fullmatch(r"blk\.(\d+)\.(ssm_ba|ssm_in)\.weight", name)
+        if found is None or not is_fused(self._config):
+            return None
+        fused = {"ssm_ba": "in_proj_ba", "ssm_in": "in_proj_qkvz"}[found[2]]
+        return f"model.layers.{found[1]}.linear_attn.{fused}.weight"
 
     def restored(self, name: str, data: memoryview) -> memoryview:
         """Return the bytes of the tensor `name` in Hugging Face's layout, given its bytes `data` in the GGUF file. They
@@ -159,7 +171,7 @@ def from_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.
 def _value_heads(config: Mapping[str, Plain], name: str) -> tuple[int, int] | None:
     """Return where the value heads of a gated delta net lie in the parameter `name`: (axis, number of rows before
     them). Return None if the parameter has none, or llama.cpp stores them in the same order as Hugging Face."""
-    if ".linear_attn." not in name or name.endswith(".norm.weight"):
+    if ".linear_attn." not in name or name.endswith(".norm.weight") or is_fused(config):
         return None
     keys = config["linear_num_key_heads"]
     if keys == config["linear_num_value_heads"]:

@@ -35,7 +35,7 @@ CHANGES = {
     "qwen3_next": dict(linear_key_head_dim=32, num_experts=5),
 }  # fmt: skip
 EXPORTED = (
-    "llama", "mistral", "smollm3", "granite", "granitemoe", "qwen2", "qwen3", "olmo2", "olmo3", "exaone4", "glm4", "ernie4_5", "seed_oss", "gpt_oss", "phi3", "gemma2", "gemma3_text",
+    "llama", "mistral", "smollm3", "granite", "granitemoe", "granitemoehybrid", "qwen2", "qwen3", "olmo2", "olmo3", "exaone4", "glm4", "ernie4_5", "seed_oss", "gpt_oss", "phi3", "gemma2", "gemma3_text",
     "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
 )  # fmt: skip
 REFUSED = {
@@ -129,6 +129,7 @@ def test_gguf_export_of_a_model_that_llama_cpp_does_not_support_is_an_error(name
     assert not [path for path in tmp_path.iterdir() if path.is_file()]
 
 
+GRANITE_4 = {"layer_types": ["mamba", "attention"] * 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LFM2 = {"layer_types": ["conv", "full_attention"] * 16}
 
@@ -154,14 +155,16 @@ LFM2 = {"layer_types": ["conv", "full_attention"] * 16}
         ({"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 9.0}}}, "another rope_theta"),
         ({"model_type": "gemma3_text", "layer_types": ["full_attention"] * 26}, "full attention in every layer"),
         ({"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "rope scaling of layers with windows"),
+        ({"model_type": "granitemoehybrid", **GRANITE_4, "mamba_expand": 1, "mamba_n_heads": 64}, "mamba_expand 1"),
+        ({"model_type": "granitemoehybrid", **GRANITE_4, "time_step_limit": [0.1, 1.0]}, "time_step_limit"),
+        ({"model_type": "granitemoehybrid", "layer_types": ["attention"] * 32, "num_local_experts": 0}, "attention in every layer and .* no rotary"),
         ({"model_type": "qwen2", "head_dim": 64}, "heads of 2048 numbers together and hidden_size 4096"),
         ({"model_type": "qwen3_5_text", "layer_types": ["full_attention"] * 32}, "full attention in every layer"),
     ],
 )  # fmt: skip
 def test_gguf_export_of_a_variant_of_a_family_that_llama_cpp_does_not_compute_is_an_error(config, reason):
-    check_family(
-        canonical_config({"model_type": config["model_type"], **(LFM2 if "lfm2" in config["model_type"] else {})})
-    )
+    layers = {"lfm2_moe": LFM2, "granitemoehybrid": GRANITE_4}.get(config["model_type"], {})
+    check_family(canonical_config({"model_type": config["model_type"], **layers}))
     with pytest.raises(ModelFolderError, match=f"a {config['model_type']} model with {reason}.* is not computed"):
         check_family(canonical_config(config))
 

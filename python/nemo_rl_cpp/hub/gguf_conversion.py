@@ -30,6 +30,7 @@ _KINDS = {
     "smollm3": ("smollm3", "SmolLM3"),
     "granite": ("granite", "Granite"),
     "granitemoe": ("granitemoe", "GraniteMoe"),
+    "granitehybrid": ("granitemoehybrid", "GraniteMoeHybrid"),
     "olmo2": ("olmo2", "Olmo2"),
     "exaone4": ("exaone4", "Exaone4"),
     "glm4": ("glm4", "Glm4"),
@@ -74,6 +75,14 @@ RECURRENT_AND_EXPERTS = {
     "shortconv.l_cache": "conv_L_cache",
 }
 """Optional keys of files of models with gated delta nets or experts -> keys of config.json."""
+RENAMED = {
+    "granitemoehybrid": {
+        "linear_conv_kernel_dim": "mamba_d_conv", "linear_key_head_dim": "mamba_d_state", "linear_num_key_heads": "mamba_n_groups",
+        "linear_num_value_heads": "mamba_n_heads", "linear_value_head_dim": "mamba_d_head",
+        "shared_expert_intermediate_size": "shared_intermediate_size",
+    },
+}  # fmt: skip
+"""model_type -> {a key of config.json in `RECURRENT_AND_EXPERTS`: the key in this model_type's config.json}."""
 NORM_TOPK_PROB = {"qwen3_moe": True, "lfm2_moe": True, "qwen2_moe": False, "olmoe": False}
 """model_type -> the value of norm_topk_prob that llama.cpp computes with; other mixtures always renormalise."""
 NUMBERS = {
@@ -132,7 +141,8 @@ def _add_sizes(reader: GGUFReader, config: dict[str, Plain]) -> None:
             default = config.get("num_attention_heads") if source == "attention.head_count_kv" else None
             number = _value(reader, f"{{arch}}.{source}", default)
             if isinstance(number, Sequence):  # layers without attention have no keys
-                config["layer_types"] = ["full_attention" if each else "conv" for each in number]
+                others = "conv" if model_type.startswith("lfm2") else "linear_attention"
+                config["layer_types"] = ["full_attention" if each else others for each in number]
                 number = max(number)
             config[name] = int(number)
     for source, name in RECURRENT_AND_EXPERTS.items():
@@ -140,8 +150,16 @@ def _add_sizes(reader: GGUFReader, config: dict[str, Plain]) -> None:
             config[name] = int(number)
     if model_type in NORM_TOPK_PROB:
         config["norm_topk_prob"] = NORM_TOPK_PROB[model_type]
-    if model_type.startswith(("qwen3_5", "qwen3_next")):
+    if _value(reader, "{arch}.ssm.inner_size"):
         _add_recurrence(reader, config)
+    for name, renamed in RENAMED.get(model_type, {}).items():
+        if name in config:
+            config[renamed] = config.pop(name)
+    if model_type == "granitemoehybrid":
+        config["mamba_expand"] = config["mamba_n_heads"] * config["mamba_d_head"] // config["hidden_size"]
+        config.setdefault("num_experts", 0)
+        config.setdefault("shared_intermediate_size", config["intermediate_size"])
+        config["position_embedding_type"] = "rope" if _value(reader, "{arch}.rope.scaling.finetuned", True) else None
     head_dim = _value(reader, "{arch}.attention.key_length") or _value(reader, "{arch}.rope.dimension_count")
     config["head_dim"] = int(head_dim or config["hidden_size"] // config["num_attention_heads"])
     rotary = _value(reader, "{arch}.rope.dimension_count") or config["head_dim"]
@@ -160,7 +178,7 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
         "rms_norm_eps": _short(_value(reader, "{arch}.attention.layer_norm_rms_epsilon")),
         "rope_theta": _short(_value(reader, "{arch}.rope.freq_base", 10000.0)),
         "rope_scaling": None,
-        "attention_bias": any(f"blk.0.attn_{name}.bias" in tensors for name in biased),
+        "attention_bias": any(each.endswith(f".attn_{name}.bias") for name in biased for each in tensors),
         "attention_dropout": 0.0,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "initializer_range": 0.02,
@@ -197,7 +215,7 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
 
 
 def _add_recurrence(reader: GGUFReader, config: dict[str, Plain]) -> None:
-    """Set in `config` the sizes of Qwen3.5's gated delta nets, and subtract multi-token-prediction layers, which are
+    """Set in `config` the sizes of gated delta nets or Mamba-2, and subtract multi-token-prediction layers, which are
     not computed, from the number of layers."""
     config["linear_value_head_dim"] = int(_value(reader, "{arch}.ssm.inner_size")) // config["linear_num_value_heads"]
     config["num_hidden_layers"] -= int(_value(reader, "{arch}.nextn_predict_layers", 0))
@@ -288,7 +306,7 @@ SPLITS = {
 
 
 _SAME_WORDS = {
-    "refact": "smollm", "olmo": "gpt-2", "exaone4": "gpt-2", "lfm2": "llama-bpe", "dbrx": "llama-bpe", "glm4": "llama-bpe", "chatglm-bpe": "llama-bpe",
+    "refact": "smollm", "olmo": "gpt-2", "granite-docling": "gpt-2", "exaone4": "gpt-2", "lfm2": "llama-bpe", "dbrx": "llama-bpe", "glm4": "llama-bpe", "chatglm-bpe": "llama-bpe",
 }  # fmt: skip
 """Name in llama.cpp of a rule by which text is split into words -> the name above of the same rule."""
 

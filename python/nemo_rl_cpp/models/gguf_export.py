@@ -28,6 +28,7 @@ from nemo_rl_cpp.hub.gguf_conversion import (
     NORM_TOPK_PROB,
     NUMBERS,
     RECURRENT_AND_EXPERTS,
+    RENAMED,
     SPLITS,
     link_folder,
 )
@@ -35,13 +36,15 @@ from nemo_rl_cpp.hub.sources import GGUF_FILE, GGUF_TABLE, ModelFolderError
 from nemo_rl_cpp.models import hf_config, rope
 from nemo_rl_cpp.models.architectures import (
     FULL,
+    GRANITE_SIZES,
     LFM2_SIZES,
     RECURRENT,
     RECURRENT_SIZES,
     SLIDING,
     SUPPORTED_ARCHITECTURES,
+    has_experts,
 )
-from nemo_rl_cpp.models.gguf_weights import FAMILIES, stored_names, stored_shape, tensor_names, to_gguf
+from nemo_rl_cpp.models.gguf_weights import FAMILIES, family_of, stored_names, stored_shape, tensor_names, to_gguf
 from nemo_rl_cpp.models.model_folder import read_model_folder
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.weight_files import RawTensor, all_entries, decoded, fill_parameters, raw_tensors, weight_files
@@ -64,13 +67,13 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
     order = sorted(last, key=last.__getitem__)  # a tensor is written once the last parameter of it is read
     whole = {}  # the shapes of the tensors; several parameters are stacked along a new first dimension
     for there in order:
-        shape = stored_shape(stored[there][0], shapes[stored[there][0]])
+        shape = stored_shape(config, stored[there][0], shapes[stored[there][0]])
         whole[there] = shape if len(stored[there]) == 1 else [len(stored[there]), *shape]
         if there.endswith(".ssm_ba.weight"):
             whole[there] = [2 * shape[0], shape[1]]
     formats = {there: _format(there, whole[there], kind) for there in order}
     part = file.with_name(f".{file.name}.part")
-    writer = gguf.GGUFWriter(part, FAMILIES[config["model_type"]].architecture)
+    writer = gguf.GGUFWriter(part, family_of(config).architecture)
     try:
         _add_metadata(writer, config, folder.resolve().name, kind)
         add_tokenizer(writer, tokenizer, config["vocab_size"], end_token_ids(folder, config, tokenizer))
@@ -137,13 +140,13 @@ def check_family(config: Mapping[str, Plain]) -> None:
 def _differences(config: Mapping[str, Plain]) -> Iterator[str]:
     """Yield each property of the model that llama.cpp does not compute, or that a GGUF file cannot describe."""
     kind = config["model_type"]
-    family, made, native = FAMILIES[kind], SUPPORTED_ARCHITECTURES[kind], hf_config.native_config(config)
+    family, made, native = family_of(config), SUPPORTED_ARCHITECTURES[kind], hf_config.native_config(config)
     kinds = made.layer_types(config)
     yield from _rope_differences(config)
     if native["activation"] != ("gelu_tanh" if kind.startswith("gemma") else "clamped" if made.clamped else "silu"):
         yield f"the activation {native['activation']}"
     biases = native["output_bias"] or native["mlp_bias"]
-    if biases != (kind == "gpt_oss") and family.architecture not in ("llama", "granite"):
+    if biases != (kind == "gpt_oss") and family.architecture not in ("llama", "granite", "granitehybrid"):
         yield f"{'' if biases else 'no '}biases (attention_bias, mlp_bias)"
     width = config["num_attention_heads"] * config["head_dim"]
     if kind in ("qwen2", "olmo2", "olmo3", "phi3", "exaone4", "qwen2_moe", "olmoe") and width != config["hidden_size"]:
@@ -160,6 +163,12 @@ def _differences(config: Mapping[str, Plain]) -> Iterator[str]:
         yield "full attention in every layer"
     if kind.startswith("gemma") and config["query_pre_attn_scalar"] != config["head_dim"]:
         yield f"query_pre_attn_scalar {config['query_pre_attn_scalar']} with heads of {config['head_dim']}"
+    if kind == "granitemoehybrid" and RECURRENT not in kinds and ("experts" in native or not any(made.rotary(config))):
+        yield "attention in every layer and experts or no rotary embeddings"
+    if kind == "granitemoehybrid" and RECURRENT in kinds and config["mamba_expand"] != 2:
+        yield f"mamba_expand {config['mamba_expand']}"
+    if "step_limits" in native.get("recurrent", {}) and native["recurrent"]["step_limits"] != (0, math.inf):
+        yield f"time_step_limit {config['time_step_limit']}"
     if kind == "exaone4" and config["sliding_window"] is not None:
         yield "windows"
     if "experts" in native:
@@ -212,7 +221,7 @@ def _recurrent_differences(config: Mapping[str, Plain], kinds: Sequence[str]) ->
 
 
 def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, kind: str) -> None:
-    family, made = FAMILIES[config["model_type"]], SUPPORTED_ARCHITECTURES[config["model_type"]]
+    family, made = family_of(config), SUPPORTED_ARCHITECTURES[config["model_type"]]
     window, kinds = config.get("sliding_window"), made.layer_types(config)
     longest = hf_config.max_positions(config)
     if window is not None and SLIDING in kinds and not family.has_windows:
@@ -225,11 +234,17 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(float(config["rms_norm_eps"]))
     written = {**config, "max_position_embeddings": longest, "full_attention_interval": [*kinds, FULL].index(FULL) + 1}
-    if made.recurrent == LFM2_SIZES:  # layers without attention have no keys
+    if made.recurrent in (LFM2_SIZES, GRANITE_SIZES) and RECURRENT in kinds:  # layers without attention have no keys
         written["num_key_value_heads"] = [config["num_key_value_heads"] if each == FULL else 0 for each in kinds]
-    optional = {key: known for key, known in RECURRENT_AND_EXPERTS.items() if known in made.defaults}
-    if made.experts is not None:
+    renamed = RENAMED.get(config["model_type"], {})
+    optional = {key: renamed.get(known, known) for key, known in RECURRENT_AND_EXPERTS.items()}
+    if made.experts is not None and has_experts(config):
         optional |= {"expert_count": made.experts.count, "expert_feed_forward_length": made.experts.width}
+    else:
+        optional = {key: known for key, known in optional.items() if not key.startswith("expert")}
+        written["intermediate_size"] = config[made.mlp_width]
+    absent = () if RECURRENT in kinds else ("ssm.",)
+    optional = {key: known for key, known in optional.items() if known in made.defaults and not key.startswith(absent)}
     for key, known in (CONFIG_KEYS | optional).items():
         if isinstance(written[known], list):
             writer.add_array(f"{family.architecture}.{key}", written[known])
@@ -243,8 +258,11 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
         writer.add_sliding_window_pattern([each == SLIDING for each in kinds])
     if made.experts is not None and made.experts.sigmoid:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if RECURRENT in kinds and made.recurrent != LFM2_SIZES:
+        writer.add_ssm_inner_size(config[made.recurrent[1]] * config[made.recurrent[3]])
+    if made.recurrent == GRANITE_SIZES:
+        writer.add_rope_scaling_finetuned(any(made.rotary(config)))
     if made.recurrent == RECURRENT_SIZES:
-        writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
         pairs = rope.rotary_size(config) // 2  # time, height and width of an image take turns; of text all are equal
         writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
     _add_rope(writer, config)
@@ -270,9 +288,9 @@ def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
         writer.add_rope_scaling_orig_ctx_len(original)
 
 
-_EXACT = (".bias", "shortconv.conv.weight", "ssm_conv1d.weight", "ssm_alpha.weight", "ssm_beta.weight", "ssm_ba.weight", "ffn_gate_inp.weight")  # fmt: skip
-"""Small matrices that are float32 in every file: experts' biases, convolutions, gates of gated delta nets, and
-routers."""
+_EXACT = (".bias", "ssm_a", "ssm_d", "ssm_norm.weight", "shortconv.conv.weight", "ssm_conv1d.weight", "ssm_alpha.weight", "ssm_beta.weight", "ssm_ba.weight", "ffn_gate_inp.weight")  # fmt: skip
+"""Small matrices that are float32 in every file: experts' biases, scales of Mamba-2, convolutions, gates of gated delta
+nets, and routers."""
 
 
 def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:

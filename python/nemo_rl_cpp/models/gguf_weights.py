@@ -14,7 +14,7 @@ from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.gguf_conversion import unpermute
 from nemo_rl_cpp.hub.sources import GGUF_TABLE
 from nemo_rl_cpp.models import hf_config
-from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
+from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES, has_experts
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.qwen3_next import is_fused
 
@@ -40,6 +40,7 @@ FAMILIES = {
     "olmo2": Family("olmo2"),
     "olmo3": Family("olmo2", has_windows=True),
     "granitemoe": Family("granitemoe", interleaved=True),
+    "granitemoehybrid": Family("granitehybrid", interleaved=True),
     "exaone4": Family("exaone4", scalings=("linear", "yarn", "llama3")),
     "glm4": Family("glm4"),
     "ernie4_5": Family("ernie4_5"),
@@ -60,9 +61,16 @@ FAMILIES = {
 }
 
 
+def family_of(config: Mapping[str, Plain]) -> Family:
+    """Return the `Family` of the model with this config.json. Granite 4 without Mamba-2 is Granite in llama.cpp."""
+    kind = config["model_type"]
+    is_granite = kind == "granitemoehybrid" and "mamba" not in config["layer_types"] and not has_experts(config)
+    return FAMILIES["granite" if is_granite else kind]
+
+
 def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
     """Return {name of a parameter in the model folder: name in llama.cpp}. A layer's experts share one name."""
-    architecture = FAMILIES[config["model_type"]].architecture
+    architecture = family_of(config).architecture
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     known = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     shapes = parameter_shapes(hf_config.native_config(config))
@@ -85,8 +93,14 @@ def stored_names(config: Mapping[str, Plain]) -> dict[str, list[str]]:
     return stored
 
 
-def stored_shape(name: str, shape: Sequence[int]) -> list[int]:
-    """Return the shape in llama.cpp of the parameter `name` of shape `shape`: without a dimension of size 1."""
+def stored_shape(config: Mapping[str, Plain], name: str, shape: Sequence[int]) -> list[int]:
+    """Return the shape in llama.cpp of the parameter `name` of shape `shape`: mostly without a dimension of size 1, but
+    with dimensions of heads and groups in Mamba-2."""
+    if name.endswith((".mamba.A_log", ".mamba.D")):
+        return [*shape, 1]
+    if name.endswith(".mamba.norm.weight"):
+        groups = config[SUPPORTED_ARCHITECTURES[config["model_type"]].recurrent[0]]
+        return [groups, shape[0] // groups]
     if name.endswith((".conv1d.weight", ".conv.conv.weight")):
         return [shape[0], shape[2]]
     return list(shape[1:] if name.endswith(".shared_expert_gate.weight") else shape)
@@ -110,7 +124,7 @@ class LinkedTensors:
             each, own = (end - begin) // len(names), shape if len(names) == 1 else shape[1:]
             for index, name in enumerate(names):
                 known = shapes.get(name, own)
-                is_own = stored_shape(name, known) == own
+                is_own = stored_shape(self._config, name, known) == own
                 kind = "F32" if _splits_blocks(self._config, name, dtype) else dtype
                 if kind != dtype:
                     self._dequantised[name] = dtype
@@ -153,7 +167,7 @@ def to_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.nd
         values = -np.exp(values)
     if _is_offset(config, name):
         values = values + np.float32(1)
-    return values.reshape(stored_shape(name, values.shape))
+    return values.reshape(stored_shape(config, name, values.shape))
 
 
 def from_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.ndarray:

@@ -30,13 +30,15 @@ CHANGES = {
     "olmoe": dict(num_key_value_heads=4),
     # with this theta, the upper bound of YaRN is 1.99997, which llama.cpp rounds to 2
     "gpt_oss": dict(rope_parameters={**models.configurations()["gpt_oss"].rope_parameters, "rope_theta": 10766.0}),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite_layers"), dict(rope_parameters={**models.configurations()["deepseek_v3"].rope_parameters, "mscale": 1.3})),
+    "deepseek_v3_queries_without_latent": dict(num_hidden_layers=27),
     "phi3_longrope": dict(rope_parameters=LONGROPE),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_tied_other_layers"), dict(linear_key_head_dim=32)),
     "qwen3_next": dict(linear_key_head_dim=32, num_experts=5),
 }  # fmt: skip
 EXPORTED = (
     "llama", "mistral", "smollm3", "granite", "granitemoe", "granitemoehybrid", "qwen2", "qwen3", "olmo2", "olmo3", "exaone4", "glm4", "ernie4_5", "seed_oss", "gpt_oss", "phi3", "gemma2", "gemma3_text",
-    "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
+    "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
 )  # fmt: skip
 REFUSED = {
     "llama_gelu": "the activation gelu_tanh",
@@ -44,6 +46,8 @@ REFUSED = {
     "exaone4": "windows",
     "seed_oss_other_biases": "biases",
     **dict.fromkeys(("qwen3_moe_dense_layer", "qwen3_moe_window"), "norm_topk_prob false"),
+    "deepseek_v3_halves": "yarn by mscale",
+    "glm4_moe_lite_layers": "layers without experts",
     "lfm2_moe_other_layers": "routed_scaling_factor 2.5",
     "qwen2_moe_sparse_step": "norm_topk_prob true",
     "qwen3_5_moe_tied_other_layers": "linear_value_head_dim 32 and linear_key_head_dim 16",
@@ -141,6 +145,10 @@ LFM2 = {"layer_types": ["conv", "full_attention"] * 16}
         ({"model_type": "qwen2", "rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}, "yarn by mscale, mscale_all_dim"),
         ({"model_type": "qwen3", "rope_scaling": YARN | {"beta_slow": 2}}, "yarn by beta_slow"),
         ({"model_type": "llama", "rope_scaling": YARN | {"truncate": False}}, "yarn by truncate"),
+        ({"model_type": "deepseek_v3", "rope_scaling": YARN}, "yarn by mscale, mscale_all_dim"),
+        ({"model_type": "deepseek_v3", "rope_interleave": False}, "rope_interleave false"),
+        ({"model_type": "deepseek_v3", "q_lora_rank": None}, "q_lora_rank null and 61 layers"),
+        ({"model_type": "deepseek_v3", "num_hidden_layers": 27}, "q_lora_rank 1536 and 27 layers"),
         ({"model_type": "smollm3", "mlp_bias": True}, "biases"),
         ({"model_type": "olmo2", "attention_bias": True}, "biases"),
         ({"model_type": "gpt_oss", "attention_bias": False}, "no biases"),
@@ -177,6 +185,12 @@ WORDS = {
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }  # fmt: skip
+WORDS["kimi"] = r"[\p{Han}]+|" + (
+    WORDS["gpt-oss"].replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]*", r"[\r\n]*")
+)
+WORDS["deepseek"] = (
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+)
 TOKENIZERS = ("gpt2", "qwen", *WORDS, "llama3", "llama2")
 
 
@@ -185,7 +199,10 @@ def tokenizer_folder(name, root):
     folder = tokenizer_folders.write(tokenizer_folders.KINDS["qwen" if name in WORDS else name], root / name)
     if name in WORDS:
         written = json.loads((folder / "tokenizer.json").read_text())
-        written["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = WORDS[name]
+        split, *rest = written["pre_tokenizer"]["pretokenizers"]
+        before = (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+") if name == "deepseek" else ()
+        splits = [{**split, "pattern": {"Regex": regex}} for regex in (*before, WORDS[name])]
+        written["pre_tokenizer"]["pretokenizers"] = [*splits, *rest]
         (folder / "tokenizer.json").write_text(json.dumps(written))
     return folder
 

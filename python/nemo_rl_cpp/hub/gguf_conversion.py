@@ -39,6 +39,8 @@ _KINDS = {
     "qwen3moe": ("qwen3_moe", "Qwen3Moe"),
     "qwen2moe": ("qwen2_moe", "Qwen2Moe"),
     "olmoe": ("olmoe", "Olmoe"),
+    "glm4moe": ("glm4_moe", "Glm4Moe"),
+    "deepseek2": ("deepseek_v3", "DeepseekV3"),
     "gpt-oss": ("gpt_oss", "GptOss"),
     "phi3": ("phi3", "Phi3"),
     "gemma2": ("gemma2", "Gemma2"),
@@ -72,10 +74,18 @@ RECURRENT_AND_EXPERTS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "leading_dense_block_count": "num_dense_layers",
+    "expert_shared_count": "n_shared_experts",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
     "shortconv.l_cache": "conv_L_cache",
 }
 """Optional keys of files of models with gated delta nets or experts -> keys of config.json."""
 RENAMED = {
+    "glm4_moe": {"num_dense_layers": "first_k_dense_replace"},
+    "deepseek_v3": {"num_dense_layers": "first_k_dense_replace"},
+    "glm4_moe_lite": {"num_dense_layers": "first_k_dense_replace"},
     "granitemoehybrid": {
         "linear_conv_kernel_dim": "mamba_d_conv", "linear_key_head_dim": "mamba_d_state", "linear_num_key_heads": "mamba_n_groups",
         "linear_num_value_heads": "mamba_n_heads", "linear_value_head_dim": "mamba_d_head",
@@ -90,6 +100,7 @@ NUMBERS = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
+    "expert_weights_scale": "routed_scaling_factor",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base_swa": "rope_local_base_freq",
@@ -146,8 +157,11 @@ def _add_sizes(reader: GGUFReader, config: dict[str, Plain]) -> None:
                 number = max(number)
             config[name] = int(number)
     for source, name in RECURRENT_AND_EXPERTS.items():
-        if number := _value(reader, f"{{arch}}.{source}"):
+        number = _value(reader, f"{{arch}}.{source}")
+        if number or (number == 0 and source == "leading_dense_block_count"):
             config[name] = int(number)
+    # multi-token-prediction layers, which are not computed, are the last ones
+    config["num_hidden_layers"] -= int(_value(reader, "{arch}.nextn_predict_layers", 0))
     if model_type in NORM_TOPK_PROB:
         config["norm_topk_prob"] = NORM_TOPK_PROB[model_type]
     if _value(reader, "{arch}.ssm.inner_size"):
@@ -160,11 +174,27 @@ def _add_sizes(reader: GGUFReader, config: dict[str, Plain]) -> None:
         config.setdefault("num_experts", 0)
         config.setdefault("shared_intermediate_size", config["intermediate_size"])
         config["position_embedding_type"] = "rope" if _value(reader, "{arch}.rope.scaling.finetuned", True) else None
+    if model_type in ("deepseek_v3", "glm4_moe"):
+        _add_router(reader, config)
     head_dim = _value(reader, "{arch}.attention.key_length") or _value(reader, "{arch}.rope.dimension_count")
     config["head_dim"] = int(head_dim or config["hidden_size"] // config["num_attention_heads"])
     rotary = _value(reader, "{arch}.rope.dimension_count") or config["head_dim"]
-    if rotary < config["head_dim"] or model_type == "glm4":  # whose default is a half
+    if rotary < config["head_dim"] or model_type in ("glm4", "glm4_moe"):  # whose default is a half
         config["partial_rotary_factor"] = rotary / config["head_dim"]
+    if model_type == "deepseek_v3":  # older files have no lengths "mla", as they hold no compressed ones
+        keys, values = (
+            _value(reader, f"{{arch}}.attention.{name}_length_mla", _value(reader, f"{{arch}}.attention.{name}_length"))
+            for name in ("key", "value")
+        )
+        latent = {
+            "head_dim": rotary,
+            "qk_rope_head_dim": rotary,
+            "qk_nope_head_dim": keys - rotary,
+            "v_head_dim": values,
+        }
+        config |= latent | {"num_key_value_heads": config["num_attention_heads"]}
+        config.pop("partial_rotary_factor", None)
+        config.setdefault("q_lora_rank", None)
 
 
 def model_config(reader: GGUFReader) -> dict[str, Plain]:
@@ -172,7 +202,7 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
     (model_type, title), tensors = _kind(reader), {tensor.name for tensor in reader.tensors}
     config: dict[str, Plain] = {"architectures": [f"{title}ForCausalLM"], "model_type": model_type}
     _add_sizes(reader, config)
-    biased = ("q", "output") if model_type in ("glm4", "seed_oss") else ("output",)
+    biased = ("q", "output") if model_type in ("glm4", "glm4_moe", "seed_oss") else ("output",)
     config |= {
         "vocab_size": int(_value(reader, "{arch}.vocab_size") or len(_value(reader, "tokenizer.ggml.tokens"))),
         "rms_norm_eps": _short(_value(reader, "{arch}.attention.layer_norm_rms_epsilon")),
@@ -181,6 +211,7 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
         "attention_bias": any(each.endswith(f".attn_{name}.bias") for name in biased for each in tensors),
         "attention_dropout": 0.0,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        **({"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors} if model_type == "glm4_moe" else {}),
         "initializer_range": 0.02,
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": _value(reader, "tokenizer.ggml.bos_token_id"),
@@ -214,11 +245,22 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
     return config
 
 
+def _add_router(reader: GGUFReader, config: dict[str, Plain]) -> None:
+    """Set in `config` how routers with sigmoids choose and weigh experts."""
+    sigmoid = gguf.ExpertGatingFuncType.SIGMOID
+    is_new = (
+        config["model_type"] != "deepseek_v3" or config["num_hidden_layers"] == 47
+    )  # GLM-4.7-Flash, as in llama.cpp
+    if _value(reader, "{arch}.expert_gating_func", sigmoid if is_new else None) != sigmoid:
+        raise UnsupportedGgufError("the GGUF file's routers compute no sigmoids, as in DeepSeek-V2, which is not read")
+    config["norm_topk_prob"] = bool(_value(reader, "{arch}.expert_weights_norm", False))
+    for name in ("n_group", "topk_group", "routed_scaling_factor"):
+        config.setdefault(name, 1)
+
+
 def _add_recurrence(reader: GGUFReader, config: dict[str, Plain]) -> None:
-    """Set in `config` the sizes of gated delta nets or Mamba-2, and subtract multi-token-prediction layers, which are
-    not computed, from the number of layers."""
+    """Set in `config` the sizes and layers of gated delta nets or Mamba-2."""
     config["linear_value_head_dim"] = int(_value(reader, "{arch}.ssm.inner_size")) // config["linear_num_value_heads"]
-    config["num_hidden_layers"] -= int(_value(reader, "{arch}.nextn_predict_layers", 0))
     recurrent = _value(reader, "{arch}.attention.recurrent_layers")
     if isinstance(recurrent, Sequence):
         kinds = ["linear_attention" if each else "full_attention" for each in recurrent]
@@ -250,6 +292,9 @@ def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
             for name in ("beta_fast", "beta_slow"):
                 if (number := _value(reader, f"{{arch}}.rope.scaling.yarn_{name}")) is not None:
                     scaling[name] = _short(number)
+        if multiplier := _value(reader, "{arch}.rope.scaling.yarn_log_multiplier"):
+            mscale = round(multiplier * 10, 6)
+            scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
         if config["model_type"] == "gpt_oss":  # llama.cpp rounds its bounds, too
             scaling["truncate"] = False
         config["rope_scaling"] = scaling
@@ -297,12 +342,24 @@ _CAPITALS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{
 _AFTER = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
 _SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {
-    _ENDINGS + r"\p{N}{1,3}" + _REST: "llama-bpe",
-    _ENDINGS + r"\p{N}" + _REST: "qwen2",
-    _WITH_MARKS: "qwen35",
-    _WORD + _AFTER + _CAPITALS + _AFTER + r"\p{N}{1,3}" + _SLASHES: "gpt-4o",
+    (_ENDINGS + r"\p{N}{1,3}" + _REST,): "llama-bpe",
+    (_ENDINGS + r"\p{N}" + _REST,): "qwen2",
+    (_WITH_MARKS,): "qwen35",
+    (_WORD + _AFTER + _CAPITALS + _AFTER + r"\p{N}{1,3}" + _SLASHES,): "gpt-4o",
+    (
+        r"[\p{Han}]+|"
+        + (_WORD + _AFTER + _CAPITALS + _AFTER).replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]")
+        + r"\p{N}{1,3}"
+        + _REST,
+    ): "kimi-k2",
+    (
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+        "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+    ): "deepseek-v3",
 }
-"""Regular expression by which a pre-tokenizer splits text into words -> its name in llama.cpp."""
+"""Regular expressions by which a pre-tokenizer splits text into words, one after the other -> llama.cpp's name."""
 
 
 _SAME_WORDS = {
@@ -320,10 +377,10 @@ def _words(pre: str) -> pre_tokenizers.PreTokenizer:
     if pre == "smollm":
         # each digit is a separate token, so that the model does not learn "42" as one symbol
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
-    for pattern, name in SPLITS.items():
+    for patterns, name in SPLITS.items():
         if pre == name:
-            split = pre_tokenizers.Split(Regex(pattern), "isolated")
-            return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+            splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+            return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     known = ", ".join(("smollm", "gpt-2", *SPLITS.values(), *_SAME_WORDS))
     raise UnsupportedGgufError(f"the GGUF file's tokenizer splits by the rule {pre!r}, which is not read; {known} are")
 

@@ -33,8 +33,9 @@ from nemo_rl_cpp.hub.gguf_conversion import (
     link_folder,
 )
 from nemo_rl_cpp.hub.sources import GGUF_FILE, GGUF_TABLE, ModelFolderError
-from nemo_rl_cpp.models import hf_config, rope
+from nemo_rl_cpp.models import hf_config, latent_attention, rope
 from nemo_rl_cpp.models.architectures import (
+    DENSE_LAYERS,
     FULL,
     GRANITE_SIZES,
     LFM2_SIZES,
@@ -44,7 +45,17 @@ from nemo_rl_cpp.models.architectures import (
     SUPPORTED_ARCHITECTURES,
     has_experts,
 )
-from nemo_rl_cpp.models.gguf_weights import FAMILIES, family_of, stored_names, stored_shape, tensor_names, to_gguf
+from nemo_rl_cpp.models.gguf_weights import (
+    FAMILIES,
+    family_of,
+    file_names,
+    file_shapes,
+    split_latent,
+    stored_names,
+    stored_shape,
+    tensor_names,
+    to_gguf,
+)
 from nemo_rl_cpp.models.model_folder import read_model_folder
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.weight_files import RawTensor, all_entries, decoded, fill_parameters, raw_tensors, weight_files
@@ -63,11 +74,12 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
     shapes, read = parameter_shapes(hf_config.native_config(config)), []
     fill_parameters(folder, shapes, ((n, e) for _, n, e in all_entries(files)), lambda name, entry: read.append(name))
     names, stored, derived = tensor_names(config), stored_names(config), _rope_factors(config)
-    last = {names[name]: place for place, name in enumerate(read)}
+    last = {names[part]: place for place, name in enumerate(read) for part in file_names(name)}
     order = sorted(last, key=last.__getitem__)  # a tensor is written once the last parameter of it is read
     whole = {}  # the shapes of the tensors; several parameters are stacked along a new first dimension
+    stored_shapes = file_shapes(config)
     for there in order:
-        shape = stored_shape(config, stored[there][0], shapes[stored[there][0]])
+        shape = stored_shape(config, stored[there][0], stored_shapes[stored[there][0]])
         whole[there] = shape if len(stored[there]) == 1 else [len(stored[there]), *shape]
         if there.endswith(".ssm_ba.weight"):
             whole[there] = [2 * shape[0], shape[1]]
@@ -91,9 +103,13 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
         held: dict[str, dict[str, np.ndarray]] = {}
 
         def write(name: str, tensor: RawTensor) -> None:
+            numbers = decoded(tensor.dtype, tensor.data).astype(np.float32, copy=False).reshape(tensor.shape)
+            for part, values in split_latent(config, name, numbers).items():
+                write_part(part, values)
+
+        def write_part(name: str, numbers: np.ndarray) -> None:
             there = names[name]
-            numbers = decoded(tensor.dtype, tensor.data).astype(np.float32, copy=False)
-            values = _encoded(to_gguf(config, name, numbers.reshape(tensor.shape)), formats[there])
+            values = _encoded(to_gguf(config, name, numbers), formats[there])
             if len(stored[there]) > 1:
                 parts = held.setdefault(there, {})
                 parts[name] = values.copy()  # the tensor's bytes are only valid until the next one is read
@@ -119,6 +135,7 @@ def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     name = kind.name.lower()
     if name not in ("q8_0", "q4_0"):
         return gguf.quants.quantize(values, kind)
+    values = values.reshape(-1, values.shape[-1])
     rows, columns = values.shape
     blocks = C.zero_blocks(rows, columns, name)
     C.pack_blocks(torch.from_numpy(np.require(values, requirements=["C", "W"])), blocks)
@@ -186,8 +203,15 @@ def _rope_differences(config: Mapping[str, Plain]) -> Iterator[str]:
         plain = {key: scaling[key] for key in ("rope_type", "factor", "original_max_position_embeddings")}
         if config["model_type"] == "gpt_oss":  # llama.cpp rounds its bounds all the same
             plain["truncate"] = False
+        if made.latent:
+            both = {key: scaling.get(key) for key in ("mscale", "mscale_all_dim")}
+            plain |= dict.fromkeys(both, both["mscale_all_dim"] or 1.0)  # llama.cpp takes them as equal
         if rope.rope_frequencies(full, 0) != rope.rope_frequencies({**full, "rope_scaling": plain}, 0):
-            yield f"yarn by {', '.join(sorted(key for key in scaling if scaling[key] != plain.get(key)))}"
+            yield f"yarn by {', '.join(sorted(key for key in scaling | plain if scaling.get(key) != plain.get(key)))}"
+    if made.latent and not config["rope_interleave"]:
+        yield "rope_interleave false"
+    if made.latent and (config["q_lora_rank"] is None) != (len(layers) in (26, 27)):  # by which llama.cpp knows it
+        yield f"q_lora_rank {json.dumps(config['q_lora_rank'])} and {len(layers)} layers"
     if made.local_rope is not None and rope.of_kind(config, SLIDING)["rope_scaling"] is not None:
         yield "rope scaling of layers with windows"
     if config["model_type"] == "olmo3" and rope.of_kind(config, SLIDING)["rope_theta"] != full["rope_theta"]:
@@ -197,15 +221,18 @@ def _rope_differences(config: Mapping[str, Plain]) -> Iterator[str]:
 
 
 def _expert_differences(config: Mapping[str, Plain], native: Mapping[str, Plain]) -> Iterator[str]:
-    if config.get("routed_scaling_factor", 1) != 1:
-        yield f"routed_scaling_factor {config['routed_scaling_factor']}"
-    renormalises = NORM_TOPK_PROB.get(config["model_type"], True)
-    if native["experts"]["renormalise"] != renormalises:
-        yield f"norm_topk_prob {str(not renormalises).lower()}"
+    kind, made, experts = config["model_type"], SUPPORTED_ARCHITECTURES[config["model_type"]], native["experts"]
+    if kind in NORM_TOPK_PROB or not made.experts.sigmoid:  # a file cannot say it
+        if config.get("routed_scaling_factor", 1) != 1:
+            yield f"routed_scaling_factor {config['routed_scaling_factor']}"
+        renormalises = NORM_TOPK_PROB.get(kind, True)
+        if experts["renormalise"] != renormalises:
+            yield f"norm_topk_prob {str(not renormalises).lower()}"
     heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
     if config["model_type"] == "olmoe" and heads != keys:
         yield f"num_attention_heads {heads} and num_key_value_heads {keys}"
-    if len(native["experts"]["layers"]) < config["num_hidden_layers"] - config.get("num_dense_layers", 0):
+    dense = next((config[key] for key in DENSE_LAYERS if key in config), 0)
+    if experts["layers"] != list(range(dense, config["num_hidden_layers"])):
         yield "layers without experts"
 
 
@@ -230,10 +257,11 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
     writer.add_file_type(gguf.LlamaFileType[{"f32": "ALL_F32"}.get(kind, f"MOSTLY_{kind.upper()}")])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
+    _add_head_sizes(writer, config)
     writer.add_layer_norm_rms_eps(float(config["rms_norm_eps"]))
     written = {**config, "max_position_embeddings": longest, "full_attention_interval": [*kinds, FULL].index(FULL) + 1}
+    if made.latent:  # llama.cpp attends to one head of latents
+        written["num_key_value_heads"] = 1
     if made.recurrent in (LFM2_SIZES, GRANITE_SIZES) and RECURRENT in kinds:  # layers without attention have no keys
         written["num_key_value_heads"] = [config["num_key_value_heads"] if each == FULL else 0 for each in kinds]
     renamed = RENAMED.get(config["model_type"], {})
@@ -248,7 +276,7 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
     for key, known in (CONFIG_KEYS | optional).items():
         if isinstance(written[known], list):
             writer.add_array(f"{family.architecture}.{key}", written[known])
-        else:
+        elif written[known] is not None:
             writer.add_uint32(f"{family.architecture}.{key}", written[known])
     for key, known in NUMBERS.items():
         if (known in made.defaults or known == "final_logit_softcapping") and config.get(known):
@@ -258,6 +286,7 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
         writer.add_sliding_window_pattern([each == SLIDING for each in kinds])
     if made.experts is not None and made.experts.sigmoid:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
     if RECURRENT in kinds and made.recurrent != LFM2_SIZES:
         writer.add_ssm_inner_size(config[made.recurrent[1]] * config[made.recurrent[3]])
     if made.recurrent == GRANITE_SIZES:
@@ -266,6 +295,17 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
         pairs = rope.rotary_size(config) // 2  # time, height and width of an image take turns; of text all are equal
         writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
     _add_rope(writer, config)
+
+
+def _add_head_sizes(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
+    if not SUPPORTED_ARCHITECTURES[config["model_type"]].latent:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+        return
+    writer.add_key_length(config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    writer.add_value_length(config["kv_lora_rank"])
+    writer.add_key_length_mla(latent_attention.key_size(config))
+    writer.add_value_length_mla(config["v_head_dim"])
 
 
 def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
@@ -286,6 +326,8 @@ def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
     writer.add_rope_scaling_factor(float(scaling["factor"]))
     if scaling["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(original)
+        if SUPPORTED_ARCHITECTURES[config["model_type"]].latent:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
 
 
 _EXACT = (".bias", "ssm_a", "ssm_d", "ssm_norm.weight", "shortconv.conv.weight", "ssm_conv1d.weight", "ssm_alpha.weight", "ssm_beta.weight", "ssm_ba.weight", "ffn_gate_inp.weight")  # fmt: skip
@@ -406,16 +448,16 @@ def _split_name(pre_tokenizer: Mapping[str, Plain]) -> str:
     """Return llama.cpp's name of the rule by which the pre-tokenizer splits text into words."""
     parts = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     kinds = [part["type"] for part in parts]
-    patterns = [part["pattern"].get("Regex") for part in parts if part["type"] == "Split"]
-    if kinds == ["Split", "ByteLevel"] and patterns[0] in SPLITS:
-        return SPLITS[patterns[0]]
+    patterns = tuple(part["pattern"].get("Regex") for part in parts if part["type"] == "Split")
+    if kinds == [*["Split"] * len(patterns), "ByteLevel"] and patterns in SPLITS:
+        return SPLITS[patterns]
     if kinds == ["Digits", "ByteLevel"] and parts[0]["individual_digits"] and parts[1]["use_regex"]:
         return "smollm"
     if kinds == ["ByteLevel"] and parts[0]["use_regex"]:
         return "gpt-2"
     raise ModelFolderError(
         f"the tokenizer splits a text into words by {json.dumps(parts)[:200]}, of which llama.cpp's name is not known here; known are "
-        "those of Llama 3, Qwen, SmolLM, gpt-oss and GPT-2"
+        "those of Llama 3, Qwen, SmolLM, gpt-oss, DeepSeek-V3, Kimi K2 and GPT-2"
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.gguf_conversion import unpermute
-from nemo_rl_cpp.hub.sources import GGUF_TABLE
+from nemo_rl_cpp.hub.sources import GGUF_FILE, GGUF_TABLE
 from nemo_rl_cpp.models import hf_config
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES, has_experts
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
@@ -30,6 +30,7 @@ class Family(NamedTuple):
     scalings: tuple[str, ...] = ("linear", "yarn")
 
 
+KV = ".kv_b_proj.weight"
 FAMILIES = {
     "llama": Family("llama", interleaved=True, scalings=("linear", "yarn", "llama3")),
     "mistral": Family("llama", interleaved=True),
@@ -53,6 +54,9 @@ FAMILIES = {
     "qwen2_moe": Family("qwen2moe"),
     "olmoe": Family("olmoe"),
     "mixtral": Family("llama", interleaved=True),
+    "glm4_moe": Family("glm4moe"),
+    "deepseek_v3": Family("deepseek2"),
+    "glm4_moe_lite": Family("deepseek2"),
     "lfm2": Family("lfm2"),
     "lfm2_moe": Family("lfm2moe"),
     "qwen3_5_text": Family("qwen35"),
@@ -68,13 +72,40 @@ def family_of(config: Mapping[str, Plain]) -> Family:
     return FAMILIES["granite" if is_granite else kind]
 
 
+def file_shapes(config: Mapping[str, Plain]) -> dict[str, list[int]]:
+    """Return {name: shape} of the parameters of the model, with k_b_proj and v_b_proj in place of kv_b_proj."""
+    shapes = {}
+    for name, shape in parameter_shapes(hf_config.native_config(config)).items():
+        if name.endswith(KV):
+            heads, rank = config["num_attention_heads"], shape[1]
+            shapes[name.replace("kv_b", "k_b")] = [heads, rank, config["qk_nope_head_dim"]]
+            shapes[name.replace("kv_b", "v_b")] = [heads, config["v_head_dim"], rank]
+        else:
+            shapes[name] = shape
+    return shapes
+
+
+def file_names(name: str) -> list[str]:
+    """Return the names in `file_shapes` of the parameter `name`."""
+    return [name.replace("kv_b", "k_b"), name.replace("kv_b", "v_b")] if name.endswith(KV) else [name]
+
+
+def split_latent(config: Mapping[str, Plain], name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """Return {name in `file_shapes`: values} of the parameter `name`. llama.cpp multiplies queries by k_b_proj, so that
+    it holds each head's part transposed."""
+    if not name.endswith(KV):
+        return {name: values}
+    heads = values.reshape(config["num_attention_heads"], -1, values.shape[1])
+    keys, values = np.split(heads, [config["qk_nope_head_dim"]], axis=1)
+    return dict(zip(file_names(name), map(np.ascontiguousarray, (keys.swapaxes(1, 2), values)), strict=True))
+
+
 def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
     """Return {name of a parameter in the model folder: name in llama.cpp}. A layer's experts share one name."""
     architecture = family_of(config).architecture
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     known = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    shapes = parameter_shapes(hf_config.native_config(config))
-    spelt = {name: re.sub(r"\.experts\.\d+", ".experts", name) for name in shapes}
+    spelt = {name: re.sub(r"\.experts\.\d+", ".experts", name) for name in file_shapes(config)}
     others = {".dt_bias": ".dt_proj.bias", "correction_bias": "correction.bias", ".sinks": ".sinks.weight"}
     if architecture.startswith("lfm2"):
         others["model.norm."] = "model.embedding_norm."
@@ -114,11 +145,15 @@ class LinkedTensors:
         self._config = hf_config.read_config(folder)
         stored, shapes = stored_names(self._config), parameter_shapes(hf_config.native_config(self._config))
         self.places: dict[str, tuple[str, list[int], int, int]] = {}
+        self._file, halves = folder / GGUF_FILE, {}
         self._dequantised: dict[str, str] = {}
         for there, (dtype, shape, begin, end) in hf_config.read_json(folder / GGUF_TABLE).items():
             # RoPE factors are in config.json, and layers behind the last one (multi-token prediction) are not computed
             behind = re.match(r"blk\.(\d+)\.", there)
             if there.startswith("rope_f") or (behind and int(behind[1]) >= self._config["num_hidden_layers"]):
+                continue
+            if (found := stored.get(there, [""])[0]).endswith((".k_b_proj.weight", ".v_b_proj.weight")):
+                halves.setdefault(re.sub(r"\b[kv]_b_proj", "kv_b_proj", found), {})[found] = (dtype, shape, begin, end)
                 continue
             names = [fused] if (fused := self._fused(there)) else stored.get(there, [there])
             each, own = (end - begin) // len(names), shape if len(names) == 1 else shape[1:]
@@ -130,17 +165,34 @@ class LinkedTensors:
                     self._dequantised[name] = dtype
                 self.places[name] = kind, known if is_own else own, begin + index * each, begin + (index + 1) * each
 
+        self._halves = {name: parts for name, parts in halves.items() if len(parts) == 2}
+        self.places |= {
+            name: ("F32", shapes[name], *parts[file_names(name)[0]][2:]) for name, parts in self._halves.items()
+        }
+
     def _fused(self, name: str) -> str | None:
-        """Return the name in a checkpoint of Qwen3-Next of a fused projection (models/qwen3_next.py)."""
-        found = re.fullmatch(r"blk\.(\d+)\.(ssm_ba|ssm_in)\.weight", name)
-        if found is None or not is_fused(self._config):
-            return None
-        fused = {"ssm_ba": "in_proj_ba", "ssm_in": "in_proj_qkvz"}[found[2]]
-        return f"model.layers.{found[1]}.linear_attn.{fused}.weight"
+        """Return the name in a checkpoint of a fused projection of Qwen3-Next (models/qwen3_next.py), or of kv_b_proj,
+        which only older files hold."""
+        fused = {"attn_kv_b": "self_attn.kv_b_proj"}
+        if is_fused(self._config):
+            fused = {"ssm_ba": "linear_attn.in_proj_ba", "ssm_in": "linear_attn.in_proj_qkvz"}
+        found = re.fullmatch(rf"blk\.(\d+)\.({'|'.join(fused)})\.weight", name)
+        return None if found is None else f"model.layers.{found[1]}.{fused[found[2]]}.weight"
+
+    def _joined(self, name: str) -> memoryview:
+        """Return the bytes of a kv_b_proj, which the file holds as two tensors: the inverse of `split_latent`."""
+        file = np.memmap(self._file, np.uint8, "r")
+        keys, values = (
+            gguf.quants.dequantize(file[begin:end], gguf.GGMLQuantizationType[dtype]).astype(np.float32).reshape(shape)
+            for dtype, shape, begin, end in (self._halves[name][part] for part in file_names(name))
+        )
+        return memoryview(np.concatenate([keys.swapaxes(1, 2), values], axis=1)).cast("B")
 
     def restored(self, name: str, data: memoryview) -> memoryview:
         """Return the bytes of the tensor `name` in Hugging Face's layout, given its bytes `data` in the GGUF file. They
         are copied only if llama.cpp's layout differs."""
+        if name in self._halves:
+            return self._joined(name)
         dtype, shape = self.places[name][:2]
         moved = _paired_heads(self._config, name) > 0 or _value_heads(self._config, name) is not None
         if not (moved or _is_offset(self._config, name) or name.endswith(".A_log")):

@@ -9,11 +9,14 @@ import pytest
 import tokenizer_folders
 import torch
 from nemo_rl_cpp import cli
+from nemo_rl_cpp._native import C
 from nemo_rl_cpp.commands.export import FORMATS
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.gguf_export import check_family, compare_with_folder, export_gguf
 from nemo_rl_cpp.models.hf_config import canonical_config
+from nemo_rl_cpp.models.model_folder import tiny_random
+from nemo_rl_cpp.models.weights import initialize_weights, save_weights
 from tokenizers import Tokenizer as Backend
 from tokenizers import models as token_models
 from tokenizers import pre_tokenizers
@@ -24,6 +27,8 @@ LONGROPE = {**models.configurations()["phi3_longrope"].rope_parameters, "attenti
 CHANGES = {
     "gemma2": dict(query_pre_attn_scalar=16, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2),
     "gemma3": dict(query_pre_attn_scalar=16, final_logit_softcapping=2.0, num_hidden_layers=7, layer_types=KINDS),
+    "gemma4": dict(num_kv_shared_layers=2),
+    "gemma4_without_inputs": dict(final_logit_softcapping=1.0),
     "smollm3": dict(num_hidden_layers=5, no_rope_layers=[1, 1, 1, 0, 1], layer_types=["full_attention"] * 5),
     **dict.fromkeys(("mistral_window", "qwen3_windows", "mixtral_window", "phi3"), dict(sliding_window=70)),
     "olmo3": dict(sliding_window=9, rope_parameters={**models.configurations()["olmo3"].rope_parameters, "sliding_attention": dict(rope_type="default", rope_theta=10000.0)}),
@@ -37,7 +42,7 @@ CHANGES = {
     "qwen3_next": dict(linear_key_head_dim=32, num_experts=5),
 }  # fmt: skip
 EXPORTED = (
-    "llama", "mistral", "smollm3", "granite", "granitemoe", "granitemoehybrid", "qwen2", "qwen3", "olmo2", "olmo3", "exaone4", "glm4", "ernie4_5", "seed_oss", "gpt_oss", "phi3", "gemma2", "gemma3_text",
+    "llama", "mistral", "smollm3", "granite", "granitemoe", "granitemoehybrid", "qwen2", "qwen3", "olmo2", "olmo3", "exaone4", "glm4", "ernie4_5", "seed_oss", "gpt_oss", "phi3", "gemma2", "gemma3_text", "gemma4_text",
     "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
 )  # fmt: skip
 REFUSED = {
@@ -162,6 +167,8 @@ LFM2 = {"layer_types": ["conv", "full_attention"] * 16}
         ({"model_type": "olmo3", "layer_types": ["full_attention"] * 32}, "full attention in every layer"),
         ({"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 9.0}}}, "another rope_theta"),
         ({"model_type": "gemma3_text", "layer_types": ["full_attention"] * 26}, "full attention in every layer"),
+        ({"model_type": "gemma4_text", "num_kv_shared_layers": 2}, "num_kv_shared_layers 2 behind other layers than one with a window and one without"),
+        ({"model_type": "gemma4_text", "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, "other RoPE than proportional"),
         ({"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "rope scaling of layers with windows"),
         ({"model_type": "granitemoehybrid", **GRANITE_4, "mamba_expand": 1, "mamba_n_heads": 64}, "mamba_expand 1"),
         ({"model_type": "granitemoehybrid", **GRANITE_4, "time_step_limit": [0.1, 1.0]}, "time_step_limit"),
@@ -191,12 +198,32 @@ WORDS["kimi"] = r"[\p{Han}]+|" + (
 WORDS["deepseek"] = (
     "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
 )
-TOKENIZERS = ("gpt2", "qwen", *WORDS, "llama3", "llama2")
+TOKENIZERS = ("gpt2", "qwen", *WORDS, "llama3", "llama2", "gemma4")
 
 
 def tokenizer_folder(name, root):
-    """Write the tokenizer `name`, one of TOKENIZERS. Those of WORDS are Qwen's with other words."""
-    folder = tokenizer_folders.write(tokenizer_folders.KINDS["qwen" if name in WORDS else name], root / name)
+    """Write the tokenizer `name`, one of TOKENIZERS. Those of WORDS are Qwen's with other words. That of Gemma 4 is Llama
+    2's without a space before the text, and split at newlines."""
+    kind = {"gemma4": "llama2"}.get(name, "qwen" if name in WORDS else name)
+    folder = tokenizer_folders.write(tokenizer_folders.KINDS[kind], root / name)
+    if name == "gemma4":
+        written = json.loads((folder / "tokenizer.json").read_text())
+        written["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        written["pre_tokenizer"] = {
+            "type": "Split",
+            "pattern": {"Regex": "\n+"},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+        written["decoder"]["decoders"] = [each for each in written["decoder"]["decoders"] if each["type"] != "Strip"]
+        (folder / "tokenizer.json").write_text(json.dumps(written))
+        vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+        described = tiny_random(
+            {"model_type": "gemma4_text", "vocab_size": vocab_size, "hidden_size_per_layer_input": 8}
+        )
+        model = C.DecoderModel(described.native(), torch.float32, False)
+        initialize_weights(model, 0)
+        save_weights(model, folder, described.config)
     if name in WORDS:
         written = json.loads((folder / "tokenizer.json").read_text())
         split, *rest = written["pre_tokenizer"]["pretokenizers"]

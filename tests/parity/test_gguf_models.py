@@ -114,6 +114,10 @@ DEEPSEEK = SIZES | dict(
     model_type="deepseek_v3", num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
     first_k_dense_replace=1, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32,
 )  # fmt: skip
+GEMMA_4 = SIZES | dict(
+    model_type="gemma4_text", num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2, global_head_dim=32,
+    hidden_size_per_layer_input=32, use_double_wide_mlp=True,
+)  # fmt: skip
 GPT_OSS = SIZES | dict(model_type="gpt_oss", intermediate_size=32, num_local_experts=3, num_experts_per_tok=2)
 
 
@@ -156,7 +160,7 @@ def test_quantised_base_model_keeps_the_quantised_blocks_of_a_gguf_file_unchange
 
 
 @pytest.mark.parametrize(
-    "sizes", [RECURRENT, QWEN3_NEXT, GRANITE_4, DEEPSEEK, GPT_OSS], ids=lambda sizes: sizes["model_type"]
+    "sizes", [RECURRENT, QWEN3_NEXT, GRANITE_4, DEEPSEEK, GEMMA_4, GPT_OSS], ids=lambda sizes: sizes["model_type"]
 )
 def test_quantised_recurrent_layers_and_experts_keep_the_quantised_blocks_of_a_gguf_file_unchanged(sizes, tmp_path):
     folder, file = folder_of_blocks(tmp_path / "folder", sizes), tmp_path / "model.gguf"

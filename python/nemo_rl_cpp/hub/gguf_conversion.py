@@ -45,6 +45,7 @@ _KINDS = {
     "phi3": ("phi3", "Phi3"),
     "gemma2": ("gemma2", "Gemma2"),
     "gemma3": ("gemma3_text", "Gemma3"),
+    "gemma4": ("gemma4_text", "Gemma4"),
     "lfm2": ("lfm2", "Lfm2"),
     "lfm2moe": ("lfm2_moe", "Lfm2Moe"),
     "qwen35": ("qwen3_5_text", "Qwen3_5"),
@@ -151,14 +152,16 @@ def _add_sizes(reader: GGUFReader, config: dict[str, Plain]) -> None:
         if model_type != "qwen3_5_moe_text" or source != "feed_forward_length":  # experts alone have no such length
             default = config.get("num_attention_heads") if source == "attention.head_count_kv" else None
             number = _value(reader, f"{{arch}}.{source}", default)
-            if isinstance(number, Sequence):  # layers without attention have no keys
+            if isinstance(number, Sequence) and model_type == "gemma4_text":  # layers differ (_add_gemma4)
+                number = number[0]
+            elif isinstance(number, Sequence):  # layers without attention have no keys
                 others = "conv" if model_type.startswith("lfm2") else "linear_attention"
                 config["layer_types"] = ["full_attention" if each else others for each in number]
                 number = max(number)
             config[name] = int(number)
     for source, name in RECURRENT_AND_EXPERTS.items():
         number = _value(reader, f"{{arch}}.{source}")
-        if number or (number == 0 and source == "leading_dense_block_count"):
+        if name not in config and (number or (number == 0 and source == "leading_dense_block_count")):
             config[name] = int(number)
     # multi-token-prediction layers, which are not computed, are the last ones
     config["num_hidden_layers"] -= int(_value(reader, "{arch}.nextn_predict_layers", 0))
@@ -181,6 +184,8 @@ def _add_sizes(reader: GGUFReader, config: dict[str, Plain]) -> None:
     rotary = _value(reader, "{arch}.rope.dimension_count") or config["head_dim"]
     if rotary < config["head_dim"] or model_type in ("glm4", "glm4_moe"):  # whose default is a half
         config["partial_rotary_factor"] = rotary / config["head_dim"]
+    if model_type == "gemma4_text":
+        _add_gemma4(reader, config)
     if model_type == "deepseek_v3":  # older files have no lengths "mla", as they hold no compressed ones
         keys, values = (
             _value(reader, f"{{arch}}.attention.{name}_length_mla", _value(reader, f"{{arch}}.attention.{name}_length"))
@@ -195,6 +200,33 @@ def _add_sizes(reader: GGUFReader, config: dict[str, Plain]) -> None:
         config |= latent | {"num_key_value_heads": config["num_attention_heads"]}
         config.pop("partial_rotary_factor", None)
         config.setdefault("q_lora_rank", None)
+
+
+def _add_gemma4(reader: GGUFReader, config: dict[str, Plain]) -> None:
+    """Set in `config` the sizes of Gemma 4's layers, which differ, and the RoPE of both kinds of layers."""
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    inner, heads = (_value(reader, f"{{arch}}.{key}") for key in ("feed_forward_length", "attention.head_count_kv"))
+    full = _value(reader, "{arch}.attention.sliding_window_pattern").index(False)  # a layer with full attention
+    factors = tensors["rope_freqs.weight"].data.reshape(-1)
+    bases = [_short(_value(reader, f"{{arch}}.rope.freq_base{kind}", 10000.0)) for kind in ("", "_swa")]
+    part = float((factors == 1).sum() / len(factors))
+    config |= {
+        "head_dim": int(_value(reader, "{arch}.attention.key_length_swa")),
+        "global_head_dim": int(_value(reader, "{arch}.attention.key_length")),
+        "num_global_key_value_heads": int(heads[full]) if isinstance(heads, Sequence) else None,
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in tensors,
+        "use_double_wide_mlp": isinstance(inner, Sequence) and inner[-1] != inner[0],
+        "num_kv_shared_layers": int(_value(reader, "{arch}.attention.shared_kv_layers", 0)),
+        "hidden_size_per_layer_input": int(_value(reader, "{arch}.embedding_length_per_layer_input", 0)),
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": part, "rope_theta": bases[0]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": bases[1]},
+        },
+    }
+    if (_value(reader, "{arch}.expert_count") or 0) > 0:
+        raise UnsupportedGgufError(
+            "the GGUF file holds a Gemma 4 with experts, which is not read; E2B, E4B and 31B are"
+        )
 
 
 def model_config(reader: GGUFReader) -> dict[str, Plain]:
@@ -227,7 +259,7 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
             config[name] = _short(number)
     if not model_type.startswith("gemma"):
         config["hidden_act"] = "silu"
-    else:
+    elif model_type != "gemma4_text":
         is_27b = config["num_hidden_layers"] == _LAYERS_OF_27B[model_type]
         whole = config["hidden_size"] // config["num_attention_heads"]
         config["query_pre_attn_scalar"] = whole if is_27b else config["head_dim"]
@@ -237,7 +269,11 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
         pattern = _value(reader, "{arch}.attention.sliding_window_pattern")
         if isinstance(pattern, Sequence):
             config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
-    _add_rope_scaling(reader, config)
+    if model_type == "gemma4_text":
+        for name in ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"):
+            config.pop(name, None)
+    else:
+        _add_rope_scaling(reader, config)
     if model_type == "olmo3":  # only layers without windows have scaled RoPE
         theta, scaling = {"rope_theta": config.pop("rope_theta")}, config.pop("rope_scaling")
         plain = {"rope_type": "default", **theta}
@@ -396,21 +432,31 @@ def _byte_level(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
-    """Return a SentencePiece BPE tokenizer. Merges apply in the order of their results' scores, highest first."""
+def _merges_by_score(reader: GGUFReader, vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """Return the merges of a SentencePiece tokenizer, in the order of their results' scores, highest first."""
     scores = _value(reader, "tokenizer.ggml.scores")
     merges = []
     for token, i in vocab.items():
         halves = [(token[:at], token[at:]) for at in range(1, len(token))]
         merges += [(scores[i], len(a), len(b), a, b) for a, b in halves if a in vocab and b in vocab]
     merges.sort(key=lambda merge: merge[:3], reverse=True)
+    return [merge[3:] for merge in merges]
+
+
+def _sentencepiece(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
+    """Return a SentencePiece BPE tokenizer. The file of a Gemma 4 has its merges, and splits texts at newlines."""
     unknown = _value(reader, "tokenizer.ggml.tokens")[int(_value(reader, "tokenizer.ggml.unknown_token_id", 0))]
-    pairs = [merge[3:] for merge in merges]
+    if is_gemma4 := _value(reader, "tokenizer.ggml.model") == "gemma4":
+        pairs = [tuple(merge.split(" ", 1)) for merge in _value(reader, "tokenizer.ggml.merges")]
+    else:
+        pairs = _merges_by_score(reader, vocab)
     bpe = models.BPE(vocab=vocab, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(bpe)
     marks = [normalizers.Replace(" ", "▁")]
     texts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if _value(reader, "tokenizer.ggml.add_space_prefix", True):
+    if is_gemma4:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("\n+"), "isolated")
+    if _value(reader, "tokenizer.ggml.add_space_prefix", not is_gemma4):
         marks, texts = [normalizers.Prepend("▁"), *marks], [*texts, decoders.Strip(" ", 1, 0)]
     tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(marks), decoders.Sequence(texts)
     return tokenizer
@@ -419,8 +465,10 @@ def _sentencepiece(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
 def _tokenizer(reader: GGUFReader) -> tuple[Tokenizer, list[str]]:
     """Return the tokenizer and the texts of its control tokens."""
     kind = _value(reader, "tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
-        raise UnsupportedGgufError(f"the GGUF file's tokenizer is a {kind!r}, which is not read; gpt2 and llama are")
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise UnsupportedGgufError(
+            f"the GGUF file's tokenizer is a {kind!r}, which is not read; gpt2, llama and gemma4 are"
+        )
     tokens = _value(reader, "tokenizer.ggml.tokens")
     kinds = _value(reader, "tokenizer.ggml.token_type", [TokenType.NORMAL] * len(tokens))
     vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != TokenType.UNUSED}
@@ -431,7 +479,7 @@ def _tokenizer(reader: GGUFReader) -> tuple[Tokenizer, list[str]]:
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added])
     ends = [_value(reader, f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos")]
     adds = [
-        _value(reader, f"tokenizer.ggml.add_{role}_token", role == "bos" and kind == "llama") for role in ("bos", "eos")
+        _value(reader, f"tokenizer.ggml.add_{role}_token", role == "bos" and kind != "gpt2") for role in ("bos", "eos")
     ]
     first, last = ([tokens[i]] if add and i is not None else [] for add, i in zip(adds, ends))
     if first or last:

@@ -79,9 +79,15 @@ def _global_heads(form: Mapping[str, Plain]) -> Plain:
 
 
 def native(form: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the arguments of the native `DecoderModel` that are particular to Gemma 4. `layer_sizes` has of each layer
-    (head size, key/value heads, intermediate size, whether values are the keys before their norm, the layer whose keys
-    and values it reads or -1)."""
+    """Return the arguments of the native `DecoderModel` that are particular to Gemma 4."""
+    inputs = form["hidden_size_per_layer_input"] or 0
+    norms = {"norms": AROUND | {"after_per_layer": "post_per_layer_input_norm"}} if inputs else {}
+    return {"layer_sizes": layer_sizes(form), "per_layer_input": inputs, **norms}
+
+
+def layer_sizes(form: Mapping[str, Plain]) -> list[tuple[int, int, int, bool, int]]:
+    """Return for each layer (head size, key/value heads, intermediate size, whether values are the keys before their
+    norm, the layer whose keys and values it reads or -1)."""
     kinds, first = form["layer_types"], form["num_hidden_layers"] - form["num_kv_shared_layers"]
     sizes = []
     for layer, kind in enumerate(kinds):
@@ -92,9 +98,7 @@ def native(form: Mapping[str, Plain]) -> dict[str, Plain]:
         inner = form["intermediate_size"] * (2 if reads_others and form["use_double_wide_mlp"] else 1)
         source = max(other for other in range(first) if kinds[other] == kind) if reads_others else -1
         sizes.append((head_dim, heads, inner, is_full and bool(form["attention_k_eq_v"]), source))
-    inputs = form["hidden_size_per_layer_input"] or 0
-    norms = {"norms": AROUND | {"after_per_layer": "post_per_layer_input_norm"}} if inputs else {}
-    return {"layer_sizes": sizes, "per_layer_input": inputs, **norms}
+    return sizes
 
 
 def own_sizes(native: Mapping[str, Plain], layer: int) -> Mapping[str, Plain]:

@@ -33,7 +33,7 @@ from nemo_rl_cpp.hub.gguf_conversion import (
     link_folder,
 )
 from nemo_rl_cpp.hub.sources import GGUF_FILE, GGUF_TABLE, ModelFolderError
-from nemo_rl_cpp.models import hf_config, latent_attention, rope
+from nemo_rl_cpp.models import gemma4, hf_config, latent_attention, rope
 from nemo_rl_cpp.models.architectures import (
     DENSE_LAYERS,
     FULL,
@@ -178,7 +178,11 @@ def _differences(config: Mapping[str, Plain]) -> Iterator[str]:
         yield "windows in other layers than every second"
     if kind in ("gemma3_text", "olmo3") and SLIDING not in kinds:
         yield "full attention in every layer"
-    if kind.startswith("gemma") and config["query_pre_attn_scalar"] != config["head_dim"]:
+    if kind == "gemma4_text" and (shared := config["num_kv_shared_layers"]):
+        before = kinds[: len(kinds) - shared]
+        if before[-2:] != [SLIDING, FULL]:  # whose keys and values llama.cpp takes
+            yield f"num_kv_shared_layers {shared} behind other layers than one with a window and one without"
+    if kind in ("gemma2", "gemma3_text") and config["query_pre_attn_scalar"] != config["head_dim"]:
         yield f"query_pre_attn_scalar {config['query_pre_attn_scalar']} with heads of {config['head_dim']}"
     if kind == "granitemoehybrid" and RECURRENT not in kinds and ("experts" in native or not any(made.rotary(config))):
         yield "attention in every layer and experts or no rotary embeddings"
@@ -196,6 +200,8 @@ def _differences(config: Mapping[str, Plain]) -> Iterator[str]:
 
 def _rope_differences(config: Mapping[str, Plain]) -> Iterator[str]:
     full, made = rope.of_kind(config, FULL), SUPPORTED_ARCHITECTURES[config["model_type"]]
+    if config["model_type"] == "gemma4_text" and (full["rope_scaling"] or {}).get("rope_type") != "proportional":
+        yield "other RoPE than proportional in layers without windows"
     scaling, layers = full["rope_scaling"], range(config["num_hidden_layers"])
     if scaling is not None and scaling["rope_type"] not in FAMILIES[config["model_type"]].scalings:
         yield f"rope scaling of type {scaling['rope_type']}"
@@ -262,6 +268,12 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
     written = {**config, "max_position_embeddings": longest, "full_attention_interval": [*kinds, FULL].index(FULL) + 1}
     if made.latent:  # llama.cpp attends to one head of latents
         written["num_key_value_heads"] = 1
+    if config["model_type"] == "gemma4_text":
+        _, written["num_key_value_heads"], written["intermediate_size"], *_ = map(
+            list, zip(*gemma4.layer_sizes(config))
+        )
+        writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+        writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"] or 0)
     if made.recurrent in (LFM2_SIZES, GRANITE_SIZES) and RECURRENT in kinds:  # layers without attention have no keys
         written["num_key_value_heads"] = [config["num_key_value_heads"] if each == FULL else 0 for each in kinds]
     renamed = RENAMED.get(config["model_type"], {})
@@ -270,7 +282,8 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
         optional |= {"expert_count": made.experts.count, "expert_feed_forward_length": made.experts.width}
     else:
         optional = {key: known for key, known in optional.items() if not key.startswith("expert")}
-        written["intermediate_size"] = config[made.mlp_width]
+        if not isinstance(written["intermediate_size"], list):
+            written["intermediate_size"] = config[made.mlp_width]
     absent = () if RECURRENT in kinds else ("ssm.",)
     optional = {key: known for key, known in optional.items() if known in made.defaults and not key.startswith(absent)}
     for key, known in (CONFIG_KEYS | optional).items():
@@ -299,8 +312,12 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
 
 def _add_head_sizes(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
     if not SUPPORTED_ARCHITECTURES[config["model_type"]].latent:
-        writer.add_key_length(config["head_dim"])
-        writer.add_value_length(config["head_dim"])
+        size = config.get("global_head_dim", config["head_dim"])
+        writer.add_key_length(size)
+        writer.add_value_length(size)
+        if size != config["head_dim"] or "global_head_dim" in config:
+            writer.add_key_length_swa(config["head_dim"])
+            writer.add_value_length_swa(config["head_dim"])
         return
     writer.add_key_length(config["kv_lora_rank"] + config["qk_rope_head_dim"])
     writer.add_value_length(config["kv_lora_rank"])
@@ -310,12 +327,14 @@ def _add_head_sizes(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
 
 def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
     full = rope.of_kind(config, FULL)
-    writer.add_rope_dimension_count(rope.rotary_size(config))
+    writer.add_rope_dimension_count(config.get("global_head_dim", rope.rotary_size(config)))
     writer.add_rope_freq_base(float(full["rope_theta"]))
-    if config["model_type"] == "gemma3_text":
+    if config["model_type"] in ("gemma3_text", "gemma4_text"):
         writer.add_rope_freq_base_swa(float(rope.of_kind(config, SLIDING)["rope_theta"]))
+    if "global_head_dim" in config:
+        writer.add_rope_dimension_count_swa(config["head_dim"])
     scaling = full["rope_scaling"]
-    if scaling is None or scaling["rope_type"] == "llama3":  # llama3's factors are stored as a tensor
+    if scaling is None or scaling["rope_type"] in ("llama3", "proportional"):  # their factors are stored as a tensor
         return
     original = scaling.get("original_max_position_embeddings")
     if scaling["rope_type"] == "longrope":
@@ -341,7 +360,7 @@ def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
     divide."""
     if len(shape) < 2 or name.endswith(_EXACT):
         kind = "f32"
-    elif kind == "q4_0" and name in ("token_embd.weight", "output.weight"):
+    elif kind == "q4_0" and name in ("token_embd.weight", "per_layer_token_embd.weight", "output.weight"):
         kind = "q8_0"
     if kind.startswith("q") and shape[-1] % 32:  # a block holds 32 elements of a row
         kind = "f16"
@@ -354,6 +373,10 @@ def _rope_factors(config: Mapping[str, Plain]) -> dict[str, np.ndarray]:
     scaling = full["rope_scaling"] or {}
     if scaling.get("rope_type") == "longrope":
         return {f"rope_factors_{which}.weight": np.float32(scaling[f"{which}_factor"]) for which in ("long", "short")}
+    if scaling.get("rope_type") == "proportional":  # a large factor leaves dimensions as they are
+        pairs = config["global_head_dim"] // 2
+        turned = int(scaling.get("partial_rotary_factor", 1.0) * pairs)
+        return {"rope_freqs.weight": np.float32([scaling.get("factor", 1.0)] * turned + [1e30] * (pairs - turned))}
     if scaling.get("rope_type") == "llama3":
         plain, _ = rope.rope_frequencies({**full, "rope_scaling": None}, 0)
         scaled, _ = rope.rope_frequencies(full, 0)
@@ -429,7 +452,9 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, vocab_size: int, end
         writer.add_tokenizer_pre("dbrx" if rule == "llama-bpe" and not model.get("ignore_merges") else rule)
         writer.add_token_merges(merges)
     elif model.get("byte_fallback"):
-        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_model("gemma4" if writer.arch == "gemma4" else "llama")
+        if writer.arch == "gemma4":
+            writer.add_token_merges(merges)
         writer.add_token_scores(_scores(tokens, merges))
         writer.add_add_space_prefix(tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).tokens[0] != "a")
         for i, token in enumerate(tokens):

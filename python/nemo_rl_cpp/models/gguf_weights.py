@@ -50,6 +50,7 @@ FAMILIES = {
     "phi3": Family("phi3", scalings=("longrope",)),
     "gemma2": Family("gemma2", has_windows=True, scalings=()),
     "gemma3_text": Family("gemma3", has_windows=True, scalings=("linear",)),
+    "gemma4_text": Family("gemma4", has_windows=True, scalings=("proportional",)),
     "qwen3_moe": Family("qwen3moe"),
     "qwen2_moe": Family("qwen2moe"),
     "olmoe": Family("olmoe"),
@@ -106,7 +107,12 @@ def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     known = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     spelt = {name: re.sub(r"\.experts\.\d+", ".experts", name) for name in file_shapes(config)}
-    others = {".dt_bias": ".dt_proj.bias", "correction_bias": "correction.bias", ".sinks": ".sinks.weight"}
+    others = {
+        ".dt_bias": ".dt_proj.bias",
+        ".layer_scalar": ".layer_scalar.weight",
+        "correction_bias": "correction.bias",
+        ".sinks": ".sinks.weight",
+    }
     if architecture.startswith("lfm2"):
         others["model.norm."] = "model.embedding_norm."
     if architecture == "qwen3next":
@@ -152,6 +158,12 @@ class LinkedTensors:
             behind = re.match(r"blk\.(\d+)\.", there)
             if there.startswith("rope_f") or (behind and int(behind[1]) >= self._config["num_hidden_layers"]):
                 continue
+            if (
+                there not in stored
+                and self._config.get("num_kv_shared_layers")
+                and re.search(r"\.attn_[kv]\b|_k_norm", there)
+            ):
+                continue  # of layers that read the keys and values of earlier ones
             if (found := stored.get(there, [""])[0]).endswith((".k_b_proj.weight", ".v_b_proj.weight")):
                 halves.setdefault(re.sub(r"\b[kv]_b_proj", "kv_b_proj", found), {})[found] = (dtype, shape, begin, end)
                 continue

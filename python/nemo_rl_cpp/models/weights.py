@@ -23,8 +23,8 @@ from nemo_rl_cpp.models.qwen3_next import is_fused, joined_projections
 from nemo_rl_cpp.stages import work
 
 DEFAULT_SHARD_BYTES = 5 * 1000**3
-_DRAWN_AT_ONCE = 1 << 24
-"""Elements of a random matrix that exist in float32 at a time."""
+_AT_ONCE = 1 << 24
+"""Elements of a matrix that exist in float32 at a time while it is read or drawn: Gemma 4's per-layer table is large."""
 FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -124,7 +124,11 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
                     file_rows = torch.frombuffer(raw.data, dtype=torch.uint8).view(rows, -1)
                     C.write_block_rows(file_rows, own, blocks[name].shape[1], blocks[name].begin)
                 else:
-                    pack_blocks(model, blocks[name], tensor_of(raw))
+                    for first, part in _parts(raw):
+                        pack_blocks(model, blocks[name], part, first)
+            elif specs[name].split < 0:
+                for first, part in _parts(raw):
+                    target[name][first : first + len(part)].copy_(part)
             else:
                 target[name].copy_(own_part(specs[name], tensor_of(raw)))
             advance(raw.data.nbytes)
@@ -133,10 +137,20 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
     model.masters_changed()
 
 
-def pack_blocks(model: C.DecoderModel, spec: C.BlockSpec, weights: Tensor) -> None:
-    """Quantise one matrix `weights` [rows, columns] of any floating dtype, and store it as the parameter `spec`."""
+def pack_blocks(model: C.DecoderModel, spec: C.BlockSpec, weights: Tensor, first: int = 0) -> None:
+    """Quantise `weights` [rows, columns] of any floating dtype, and store them as rows of the parameter `spec` from its
+    row `first`."""
     is_read = weights.dtype in (torch.float32, torch.bfloat16)
-    C.pack_blocks(weights if is_read else weights.float(), model.blocks_of(spec), spec.begin)
+    C.pack_blocks(weights if is_read else weights.float(), model.blocks_of(spec), spec.begin + first)
+
+
+def _parts(raw: weight_files.RawTensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield (index of the first row, tensor) for a few rows of a tensor at a time, see `tensor_of`."""
+    rows, columns = raw.shape[0], prod(raw.shape[1:])
+    row, count = raw.data.nbytes // rows, max(1, _AT_ONCE // columns)
+    for first in range(0, rows, count):
+        data = raw.data[first * row : (first + count) * row]
+        yield first, tensor_of(raw._replace(shape=[min(count, rows - first), *raw.shape[1:]], data=data))
 
 
 def tensor_of(raw: weight_files.RawTensor) -> torch.Tensor:
@@ -241,14 +255,13 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
     flat = model.compute if model.masters is None else model.masters
     views = named_views(model.specs, flat)
 
-    def draw(whole: list[int], spread: float) -> Tensor:
-        """Return a tensor of the shape `whole` of normal random numbers with standard deviation `spread`, drawn in
-        float32 a few rows at a time, to save memory."""
-        out = torch.empty(whole, dtype=flat.dtype)
-        count = max(1, _DRAWN_AT_ONCE // whole[-1] // 16 * 16)  # a multiple of 16, as torch draws 16 numbers at a time
-        for rows in out.split(count):
-            rows.copy_(torch.randn(rows.shape, generator=generator, dtype=torch.float32).mul_(spread))
-        return out
+    def draw(whole: list[int], spread: float) -> Iterator[tuple[int, Tensor]]:
+        """Yield (index of the first row, rows) of a tensor of the shape `whole` of normal random numbers with standard
+        deviation `spread`, which are drawn in float32 and rounded to the model's dtype."""
+        count = max(1, _AT_ONCE // whole[-1] // 16 * 16)  # a multiple of 16, as torch draws 16 numbers at a time
+        for first in range(0, whole[0], count):
+            shape = [min(count, whole[0] - first), *whole[1:]]
+            yield first, torch.randn(shape, generator=generator, dtype=torch.float32).mul_(spread).to(flat.dtype)
 
     for spec in _in_order(model):
         name = spec.name
@@ -256,7 +269,8 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
         if isinstance(spec, C.BlockSpec) and len(spec.shape) == 1:
             model.blocks_of(spec).fill_(1.0 if name.endswith("layer_scalar") else 0.0)
         elif isinstance(spec, C.BlockSpec):
-            pack_blocks(model, spec, draw(spec.shape, spread))
+            for first, rows in draw(spec.shape, spread):
+                pack_blocks(model, spec, rows, first)
         elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             views[name].fill_(1.0 - norm_offset)
         elif name.endswith("mamba.dt_bias"):  # so that the time steps are between 0.001 and 0.1
@@ -268,8 +282,11 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
             views[name].copy_(torch.rand(spec.whole, generator=generator).mul_(16.0).clamp_(min=0.01).log_())
         elif name.endswith(".bias") or name == "score.weight":
             views[name].zero_()
+        elif spec.split < 0:
+            for first, rows in draw(spec.whole, spread):
+                views[name][first : first + len(rows)].copy_(rows)
         else:
-            views[name].copy_(own_part(spec, draw(spec.whole, spread)))
+            views[name].copy_(own_part(spec, torch.cat([rows for _, rows in draw(spec.whole, spread)])))
     model.masters_changed()
 
 

@@ -37,13 +37,15 @@ CHANGES = {
     "gpt_oss": dict(rope_parameters={**models.configurations()["gpt_oss"].rope_parameters, "rope_theta": 10766.0}),
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite_layers"), dict(rope_parameters={**models.configurations()["deepseek_v3"].rope_parameters, "mscale": 1.3})),
     "deepseek_v3_queries_without_latent": dict(num_hidden_layers=27),
+    **dict.fromkeys(("nemotron_h_latent_experts", "nemotron_h_groups_of_experts"), dict(intermediate_size=24)),
+    "nemotron_h_experts": dict(intermediate_size=24, layers_block_type=models.layers("MEM*EE")),
     "phi3_longrope": dict(rope_parameters=LONGROPE),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_tied_other_layers"), dict(linear_key_head_dim=32)),
     "qwen3_next": dict(linear_key_head_dim=32, num_experts=5),
 }  # fmt: skip
 EXPORTED = (
     "llama", "mistral", "smollm3", "granite", "granitemoe", "granitemoehybrid", "qwen2", "qwen3", "olmo2", "olmo3", "exaone4", "glm4", "ernie4_5", "seed_oss", "gpt_oss", "phi3", "gemma2", "gemma3_text", "gemma4_text",
-    "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
+    "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "nemotron_h", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
 )  # fmt: skip
 REFUSED = {
     "llama_gelu": "the activation gelu_tanh",
@@ -53,6 +55,7 @@ REFUSED = {
     **dict.fromkeys(("qwen3_moe_dense_layer", "qwen3_moe_window"), "norm_topk_prob false"),
     "deepseek_v3_halves": "yarn by mscale",
     "glm4_moe_lite_layers": "layers without experts",
+    "nemotron_h_other_layers": "time_step_limit",
     "lfm2_moe_other_layers": "routed_scaling_factor 2.5",
     "qwen2_moe_sparse_step": "norm_topk_prob true",
     "qwen3_5_moe_tied_other_layers": "linear_value_head_dim 32 and linear_key_head_dim 16",
@@ -173,12 +176,15 @@ LFM2 = {"layer_types": ["conv", "full_attention"] * 16}
         ({"model_type": "granitemoehybrid", **GRANITE_4, "mamba_expand": 1, "mamba_n_heads": 64}, "mamba_expand 1"),
         ({"model_type": "granitemoehybrid", **GRANITE_4, "time_step_limit": [0.1, 1.0]}, "time_step_limit"),
         ({"model_type": "granitemoehybrid", "layer_types": ["attention"] * 32, "num_local_experts": 0}, "attention in every layer and .* no rotary"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "ME*-"}, "MLPs and experts"),
         ({"model_type": "qwen2", "head_dim": 64}, "heads of 2048 numbers together and hidden_size 4096"),
         ({"model_type": "qwen3_5_text", "layer_types": ["full_attention"] * 32}, "full attention in every layer"),
     ],
 )  # fmt: skip
 def test_gguf_export_of_a_variant_of_a_family_that_llama_cpp_does_not_compute_is_an_error(config, reason):
-    layers = {"lfm2_moe": LFM2, "granitemoehybrid": GRANITE_4}.get(config["model_type"], {})
+    layers = {"lfm2_moe": LFM2, "granitemoehybrid": GRANITE_4, "nemotron_h": {"hybrid_override_pattern": "ME*M"}}.get(
+        config["model_type"], {}
+    )
     check_family(canonical_config({"model_type": config["model_type"], **layers}))
     with pytest.raises(ModelFolderError, match=f"a {config['model_type']} model with {reason}.* is not computed"):
         check_family(canonical_config(config))

@@ -55,7 +55,13 @@ def test_model_read_from_a_gguf_file_has_the_configuration_and_weights_of_the_ex
     assert {**before, **unequal} == {**after, **unequal}
     before, after = weights_of(folder), weights_of(found.path)
     assert before.keys() == after.keys()
-    inexact = ("gemma", "qwen3_5", "qwen3_next", "granite_4")  # norms are 1 + w in the file, A_log is -exp(A_log)
+    inexact = (
+        "gemma",
+        "qwen3_5",
+        "qwen3_next",
+        "granite_4",
+        "nemotron_h",
+    )  # norms are 1 + w in the file, A_log is -exp(A_log)
     offset = 1e-6 if name.startswith(inexact) else 0
     assert all((before[key] - after[key]).abs().max() <= offset for key in before)
     assert compare_with_folder(tmp_path / "model.gguf", folder).max_logit <= 1e3 * offset
@@ -79,7 +85,7 @@ def test_tokenizer_read_from_a_gguf_file_encodes_and_decodes_like_the_exported_t
 
 SAME_RULES = {
     "gpt2": ("olmo", "granite-docling", "exaone4", "smollm", "refact"),
-    "llama3": ("lfm2", "dbrx", "glm4", "chatglm-bpe"),
+    "llama3": ("lfm2", "pixtral", "dbrx", "glm4", "chatglm-bpe"),
 }
 
 
@@ -109,6 +115,10 @@ QWEN3_NEXT = RECURRENT | dict(model_type="qwen3_next")
 GRANITE_4 = SIZES | dict(
     model_type="granitemoehybrid", layer_types=["mamba", "attention"], mamba_n_heads=4, mamba_d_state=16, intermediate_size=32, shared_intermediate_size=64,
     num_local_experts=3, num_experts_per_tok=2,
+)  # fmt: skip
+NEMOTRON_H = SIZES | dict(
+    model_type="nemotron_h", hidden_act="relu2", mlp_hidden_act="relu2", hybrid_override_pattern="ME*", n_groups=2, mamba_num_heads=4, mamba_head_dim=32,
+    ssm_state_size=16, n_routed_experts=4, moe_intermediate_size=32, moe_shared_expert_intermediate_size=64, intermediate_size=32, layer_norm_epsilon=1e-5,
 )  # fmt: skip
 DEEPSEEK = SIZES | dict(
     model_type="deepseek_v3", num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
@@ -160,7 +170,7 @@ def test_quantised_base_model_keeps_the_quantised_blocks_of_a_gguf_file_unchange
 
 
 @pytest.mark.parametrize(
-    "sizes", [RECURRENT, QWEN3_NEXT, GRANITE_4, DEEPSEEK, GEMMA_4, GPT_OSS], ids=lambda sizes: sizes["model_type"]
+    "sizes", [RECURRENT, QWEN3_NEXT, GRANITE_4, DEEPSEEK, GEMMA_4, NEMOTRON_H, GPT_OSS], ids=lambda sizes: sizes["model_type"]
 )
 def test_quantised_recurrent_layers_and_experts_keep_the_quantised_blocks_of_a_gguf_file_unchanged(sizes, tmp_path):
     folder, file = folder_of_blocks(tmp_path / "folder", sizes), tmp_path / "model.gguf"

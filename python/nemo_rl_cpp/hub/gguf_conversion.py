@@ -46,6 +46,8 @@ _KINDS = {
     "gemma2": ("gemma2", "Gemma2"),
     "gemma3": ("gemma3_text", "Gemma3"),
     "gemma4": ("gemma4_text", "Gemma4"),
+    "nemotron_h": ("nemotron_h", "NemotronH"),
+    "nemotron_h_moe": ("nemotron_h", "NemotronH"),
     "lfm2": ("lfm2", "Lfm2"),
     "lfm2moe": ("lfm2_moe", "Lfm2Moe"),
     "qwen35": ("qwen3_5_text", "Qwen3_5"),
@@ -76,6 +78,7 @@ RECURRENT_AND_EXPERTS = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "leading_dense_block_count": "num_dense_layers",
     "expert_shared_count": "n_shared_experts",
+    "moe_latent_size": "moe_latent_size",
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
     "attention.q_lora_rank": "q_lora_rank",
@@ -91,6 +94,11 @@ RENAMED = {
         "linear_conv_kernel_dim": "mamba_d_conv", "linear_key_head_dim": "mamba_d_state", "linear_num_key_heads": "mamba_n_groups",
         "linear_num_value_heads": "mamba_n_heads", "linear_value_head_dim": "mamba_d_head",
         "shared_expert_intermediate_size": "shared_intermediate_size",
+    },
+    "nemotron_h": {
+        "linear_conv_kernel_dim": "conv_kernel", "linear_key_head_dim": "ssm_state_size", "linear_num_key_heads": "n_groups",
+        "linear_num_value_heads": "mamba_num_heads", "linear_value_head_dim": "mamba_head_dim",
+        "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
     },
 }  # fmt: skip
 """model_type -> {a key of config.json in `RECURRENT_AND_EXPERTS`: the key in this model_type's config.json}."""
@@ -156,13 +164,14 @@ def _add_sizes(reader: GGUFReader, config: dict[str, Plain]) -> None:
                 number = number[0]
             elif isinstance(number, Sequence):  # layers without attention have no keys
                 others = "conv" if model_type.startswith("lfm2") else "linear_attention"
-                config["layer_types"] = ["full_attention" if each else others for each in number]
+                if source == "attention.head_count_kv":
+                    config["layer_types"] = ["full_attention" if each else others for each in number]
                 number = max(number)
             config[name] = int(number)
     for source, name in RECURRENT_AND_EXPERTS.items():
         number = _value(reader, f"{{arch}}.{source}")
-        if name not in config and (number or (number == 0 and source == "leading_dense_block_count")):
-            config[name] = int(number)
+        if isinstance(number, int) and (number or source == "leading_dense_block_count"):
+            config[name] = number
     # multi-token-prediction layers, which are not computed, are the last ones
     config["num_hidden_layers"] -= int(_value(reader, "{arch}.nextn_predict_layers", 0))
     if model_type in NORM_TOPK_PROB:
@@ -177,11 +186,18 @@ def _add_sizes(reader: GGUFReader, config: dict[str, Plain]) -> None:
         config.setdefault("num_experts", 0)
         config.setdefault("shared_intermediate_size", config["intermediate_size"])
         config["position_embedding_type"] = "rope" if _value(reader, "{arch}.rope.scaling.finetuned", True) else None
-    if model_type in ("deepseek_v3", "glm4_moe"):
+    if model_type in ("deepseek_v3", "glm4_moe", "nemotron_h"):
         _add_router(reader, config)
+    if model_type == "nemotron_h":
+        widths = _value(reader, "{arch}.feed_forward_length")
+        mlp = "moe" if config.get("num_experts") else "mlp"
+        kinds = [mlp if width else kind for width, kind in zip(widths, config.pop("layer_types"))]
+        config["layers_block_type"] = kinds[: config["num_hidden_layers"]]
     head_dim = _value(reader, "{arch}.attention.key_length") or _value(reader, "{arch}.rope.dimension_count")
     config["head_dim"] = int(head_dim or config["hidden_size"] // config["num_attention_heads"])
     rotary = _value(reader, "{arch}.rope.dimension_count") or config["head_dim"]
+    if model_type == "nemotron_h":  # which has no RoPE
+        return
     if rotary < config["head_dim"] or model_type in ("glm4", "glm4_moe"):  # whose default is a half
         config["partial_rotary_factor"] = rotary / config["head_dim"]
     if model_type == "gemma4_text":
@@ -252,6 +268,8 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
         "torch_dtype": "float32",
         "use_cache": True,
     }
+    if model_type == "nemotron_h":
+        config["layer_norm_epsilon"] = config["rms_norm_eps"]
     if model_type.startswith("lfm2"):
         config |= {"norm_eps": config["rms_norm_eps"], "block_auto_adjust_ff_dim": False}
     for source, name in NUMBERS.items():
@@ -399,7 +417,7 @@ SPLITS = {
 
 
 _SAME_WORDS = {
-    "refact": "smollm", "olmo": "gpt-2", "granite-docling": "gpt-2", "exaone4": "gpt-2", "lfm2": "llama-bpe", "dbrx": "llama-bpe", "glm4": "llama-bpe", "chatglm-bpe": "llama-bpe",
+    "refact": "smollm", "olmo": "gpt-2", "granite-docling": "gpt-2", "exaone4": "gpt-2", "lfm2": "llama-bpe", "pixtral": "llama-bpe", "dbrx": "llama-bpe", "glm4": "llama-bpe", "chatglm-bpe": "llama-bpe",
 }  # fmt: skip
 """Name in llama.cpp of a rule by which text is split into words -> the name above of the same rule."""
 
@@ -424,7 +442,7 @@ def _words(pre: str) -> pre_tokenizers.PreTokenizer:
 def _byte_level(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
     pre = str(_value(reader, "tokenizer.ggml.pre"))
     merges = [tuple(merge.split(" ", 1)) for merge in _value(reader, "tokenizer.ggml.merges")]
-    whole_words = {"ignore_merges": True} if pre in ("llama-bpe", "lfm2") else {}
+    whole_words = {"ignore_merges": True} if pre in ("llama-bpe", "lfm2", "pixtral") else {}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, byte_fallback=False, **whole_words))
     if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()

@@ -39,6 +39,8 @@ from nemo_rl_cpp.models.architectures import (
     FULL,
     GRANITE_SIZES,
     LFM2_SIZES,
+    MAMBA2_SIZES,
+    MLP,
     RECURRENT,
     RECURRENT_SIZES,
     SLIDING,
@@ -160,7 +162,13 @@ def _differences(config: Mapping[str, Plain]) -> Iterator[str]:
     family, made, native = family_of(config), SUPPORTED_ARCHITECTURES[kind], hf_config.native_config(config)
     kinds = made.layer_types(config)
     yield from _rope_differences(config)
-    if native["activation"] != ("gelu_tanh" if kind.startswith("gemma") else "clamped" if made.clamped else "silu"):
+    activations = {
+        "gemma2": "gelu_tanh",
+        "gemma3_text": "gelu_tanh",
+        "gpt_oss": "clamped",
+        "nemotron_h": "relu_squared",
+    }
+    if native["activation"] != activations.get(kind, "silu"):
         yield f"the activation {native['activation']}"
     biases = native["output_bias"] or native["mlp_bias"]
     if biases != (kind == "gpt_oss") and family.architecture not in ("llama", "granite", "granitehybrid"):
@@ -238,7 +246,10 @@ def _expert_differences(config: Mapping[str, Plain], native: Mapping[str, Plain]
     if config["model_type"] == "olmoe" and heads != keys:
         yield f"num_attention_heads {heads} and num_key_value_heads {keys}"
     dense = next((config[key] for key in DENSE_LAYERS if key in config), 0)
-    if experts["layers"] != list(range(dense, config["num_hidden_layers"])):
+    if made.one_block:
+        if "-" in config["hybrid_override_pattern"]:
+            yield "MLPs and experts"
+    elif experts["layers"] != list(range(dense, config["num_hidden_layers"])):
         yield "layers without experts"
 
 
@@ -274,7 +285,12 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
         )
         writer.add_shared_kv_layers(config["num_kv_shared_layers"])
         writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"] or 0)
-    if made.recurrent in (LFM2_SIZES, GRANITE_SIZES) and RECURRENT in kinds:  # layers without attention have no keys
+    if made.one_block:
+        width = config[made.experts.width if has_experts(config) else "intermediate_size"]
+        written["intermediate_size"] = [width if each == MLP else 0 for each in kinds]
+    if (
+        made.recurrent in (LFM2_SIZES, GRANITE_SIZES, MAMBA2_SIZES) and RECURRENT in kinds
+    ):  # layers without attention have no keys
         written["num_key_value_heads"] = [config["num_key_value_heads"] if each == FULL else 0 for each in kinds]
     renamed = RENAMED.get(config["model_type"], {})
     optional = {key: renamed.get(known, known) for key, known in RECURRENT_AND_EXPERTS.items()}
@@ -282,8 +298,7 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
         optional |= {"expert_count": made.experts.count, "expert_feed_forward_length": made.experts.width}
     else:
         optional = {key: known for key, known in optional.items() if not key.startswith("expert")}
-        if not isinstance(written["intermediate_size"], list):
-            written["intermediate_size"] = config[made.mlp_width]
+        written["intermediate_size"] = written[made.mlp_width]
     absent = () if RECURRENT in kinds else ("ssm.",)
     optional = {key: known for key, known in optional.items() if known in made.defaults and not key.startswith(absent)}
     for key, known in (CONFIG_KEYS | optional).items():
@@ -307,7 +322,10 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
     if made.recurrent == RECURRENT_SIZES:
         pairs = rope.rotary_size(config) // 2  # time, height and width of an image take turns; of text all are equal
         writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
-    _add_rope(writer, config)
+    if made.one_block:  # llama.cpp requires this key, too
+        writer.add_layer_norm_eps(float(config["rms_norm_eps"]))
+    else:
+        _add_rope(writer, config)
 
 
 def _add_head_sizes(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:

@@ -15,6 +15,7 @@ from nemo_rl_cpp.hub.gguf_conversion import unpermute
 from nemo_rl_cpp.hub.sources import GGUF_FILE, GGUF_TABLE
 from nemo_rl_cpp.models import hf_config
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES, has_experts
+from nemo_rl_cpp.models.nemotron_h import checkpoint_name
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.qwen3_next import is_fused
 
@@ -58,6 +59,7 @@ FAMILIES = {
     "glm4_moe": Family("glm4moe"),
     "deepseek_v3": Family("deepseek2"),
     "glm4_moe_lite": Family("deepseek2"),
+    "nemotron_h": Family("nemotron_h"),
     "lfm2": Family("lfm2"),
     "lfm2_moe": Family("lfm2moe"),
     "qwen3_5_text": Family("qwen35"),
@@ -67,8 +69,11 @@ FAMILIES = {
 
 
 def family_of(config: Mapping[str, Plain]) -> Family:
-    """Return the `Family` of the model with this config.json. Granite 4 without Mamba-2 is Granite in llama.cpp."""
+    """Return the `Family` of the model with this config.json. Granite 4 without Mamba-2 is Granite in llama.cpp, and
+    Nemotron-H with experts has another name."""
     kind = config["model_type"]
+    if kind == "nemotron_h" and has_experts(config):
+        return Family("nemotron_h_moe")
     is_granite = kind == "granitemoehybrid" and "mamba" not in config["layer_types"] and not has_experts(config)
     return FAMILIES["granite" if is_granite else kind]
 
@@ -115,6 +120,9 @@ def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
     }
     if architecture.startswith("lfm2"):
         others["model.norm."] = "model.embedding_norm."
+    if architecture.startswith("nemotron_h"):
+        theirs = re.compile(r"layers\.\d+\.norm\.|_latent_proj\.")
+        spelt = {name: checkpoint_name(each) if theirs.search(each) else each for name, each in spelt.items()}
     if architecture == "qwen3next":
         others |= dict.fromkeys(("in_proj_b.", "in_proj_a."), "in_proj_ba.")
     for ours, theirs in others.items():

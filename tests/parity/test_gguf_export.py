@@ -39,12 +39,14 @@ CHANGES = {
     "deepseek_v3_queries_without_latent": dict(num_hidden_layers=27),
     **dict.fromkeys(("nemotron_h_latent_experts", "nemotron_h_groups_of_experts"), dict(intermediate_size=24)),
     "nemotron_h_experts": dict(intermediate_size=24, layers_block_type=models.layers("MEM*EE")),
+    # the queries of positions from 32 on are scaled
+    "ministral3": dict(rope_parameters={**models.configurations()["ministral3"].rope_parameters, "original_max_position_embeddings": 32}),
     "phi3_longrope": dict(rope_parameters=LONGROPE),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_tied_other_layers"), dict(linear_key_head_dim=32)),
     "qwen3_next": dict(linear_key_head_dim=32, num_experts=5),
 }  # fmt: skip
 EXPORTED = (
-    "llama", "mistral", "smollm3", "granite", "granitemoe", "granitemoehybrid", "qwen2", "qwen3", "olmo2", "olmo3", "exaone4", "glm4", "ernie4_5", "seed_oss", "gpt_oss", "phi3", "gemma2", "gemma3_text", "gemma4_text",
+    "llama", "mistral", "ministral3", "smollm3", "granite", "granitemoe", "granitemoehybrid", "qwen2", "qwen3", "olmo2", "olmo3", "exaone4", "glm4", "ernie4_5", "seed_oss", "gpt_oss", "phi3", "gemma2", "gemma3_text", "gemma4_text",
     "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "nemotron_h", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
 )  # fmt: skip
 REFUSED = {
@@ -154,6 +156,7 @@ LFM2 = {"layer_types": ["conv", "full_attention"] * 16}
         ({"model_type": "qwen3", "rope_scaling": YARN | {"beta_slow": 2}}, "yarn by beta_slow"),
         ({"model_type": "llama", "rope_scaling": YARN | {"truncate": False}}, "yarn by truncate"),
         ({"model_type": "deepseek_v3", "rope_scaling": YARN}, "yarn by mscale, mscale_all_dim"),
+        ({"model_type": "ministral3", "rope_scaling": YARN | {"mscale": 0.5, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}}, "yarn by mscale"),
         ({"model_type": "deepseek_v3", "rope_interleave": False}, "rope_interleave false"),
         ({"model_type": "deepseek_v3", "q_lora_rank": None}, "q_lora_rank null and 61 layers"),
         ({"model_type": "deepseek_v3", "num_hidden_layers": 27}, "q_lora_rank 1536 and 27 layers"),
@@ -201,6 +204,7 @@ WORDS = {
 WORDS["kimi"] = r"[\p{Han}]+|" + (
     WORDS["gpt-oss"].replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]*", r"[\r\n]*")
 )
+WORDS["tekken"] = WORDS["gpt-oss"].replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace("{1,3}", "")
 WORDS["deepseek"] = (
     "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
 )

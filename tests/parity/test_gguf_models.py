@@ -227,6 +227,15 @@ def test_multi_token_prediction_layers_of_a_gguf_file_are_ignored(tmp_path):
     assert found.config == expected.config and found.config["num_hidden_layers"] == 2
 
 
+def test_gguf_file_of_mistral_small_3_is_read_as_mistral_without_windows(tmp_path):
+    """It has the architecture of Ministral 3, but no scaling of RoPE."""
+    folder, file = folder_of_blocks(tmp_path / "folder", SIZES | dict(model_type="ministral3")), tmp_path / "model.gguf"
+    export_gguf(folder, file, "f32")
+    found = read_model_folder(resolve_model(rewritten(file, tmp_path / "small.gguf", "mistral3.rope.scaling")))
+    found.check_weights()
+    assert found.config["model_type"] == "mistral" and found.config["sliding_window"] is None
+
+
 def test_fused_projection_in_an_older_gguf_file_of_qwen3_next_is_split(tmp_path):
     """It holds of each of two key heads 32 rows of q and of k, and 96 of v and of z."""
     folder, file = folder_of_blocks(tmp_path / "folder", QWEN3_NEXT), tmp_path / "model.gguf"

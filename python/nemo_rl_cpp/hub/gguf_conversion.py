@@ -27,6 +27,7 @@ _KINDS = {
     "llama": ("llama", "Llama"),
     "qwen2": ("qwen2", "Qwen2"),
     "qwen3": ("qwen3", "Qwen3"),
+    "mistral3": ("ministral3", "Ministral3"),
     "smollm3": ("smollm3", "SmolLM3"),
     "granite": ("granite", "Granite"),
     "granitemoe": ("granitemoe", "GraniteMoe"),
@@ -148,6 +149,8 @@ def _kind(reader: GGUFReader) -> tuple[str, str]:
         )
     if architecture == "llama" and _value(reader, "{arch}.expert_count"):
         return "mixtral", "Mixtral"
+    if architecture == "mistral3" and _value(reader, "{arch}.rope.scaling.type") != "yarn":
+        return "mistral", "Mistral"  # Mistral Small 3
     if architecture == "olmo2" and _value(reader, "{arch}.attention.sliding_window"):
         return "olmo3", "Olmo3"
     return _KINDS[architecture]
@@ -282,7 +285,7 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
         whole = config["hidden_size"] // config["num_attention_heads"]
         config["query_pre_attn_scalar"] = whole if is_27b else config["head_dim"]
     window = _value(reader, "{arch}.attention.sliding_window")
-    if window is not None or model_type in ("phi3", "exaone4", "mixtral"):
+    if window is not None or model_type in ("phi3", "exaone4", "mixtral", "mistral"):
         config["sliding_window"] = window or None
         pattern = _value(reader, "{arch}.attention.sliding_window_pattern")
         if isinstance(pattern, Sequence):
@@ -347,8 +350,11 @@ def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
                 if (number := _value(reader, f"{{arch}}.rope.scaling.yarn_{name}")) is not None:
                     scaling[name] = _short(number)
         if multiplier := _value(reader, "{arch}.rope.scaling.yarn_log_multiplier"):
-            mscale = round(multiplier * 10, 6)
-            scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
+            is_ministral = config["model_type"] == "ministral3"
+            mscale = _short(multiplier) if is_ministral else round(multiplier * 10, 6)
+            scaling |= {"mscale": 1.0 if is_ministral else mscale, "mscale_all_dim": mscale}
+        if (beta := _value(reader, "{arch}.attention.temperature_scale")) is not None:
+            scaling["llama_4_scaling_beta"] = _short(beta)
         if config["model_type"] == "gpt_oss":  # llama.cpp rounds its bounds, too
             scaling["truncate"] = False
         config["rope_scaling"] = scaling
@@ -400,6 +406,7 @@ SPLITS = {
     (_ENDINGS + r"\p{N}" + _REST,): "qwen2",
     (_WITH_MARKS,): "qwen35",
     (_WORD + _AFTER + _CAPITALS + _AFTER + r"\p{N}{1,3}" + _SLASHES,): "gpt-4o",
+    (_WORD + "|" + _CAPITALS + r"|\p{N}" + _SLASHES,): "tekken",
     (
         r"[\p{Han}]+|"
         + (_WORD + _AFTER + _CAPITALS + _AFTER).replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]")
@@ -442,7 +449,7 @@ def _words(pre: str) -> pre_tokenizers.PreTokenizer:
 def _byte_level(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
     pre = str(_value(reader, "tokenizer.ggml.pre"))
     merges = [tuple(merge.split(" ", 1)) for merge in _value(reader, "tokenizer.ggml.merges")]
-    whole_words = {"ignore_merges": True} if pre in ("llama-bpe", "lfm2", "pixtral") else {}
+    whole_words = {"ignore_merges": True} if pre in ("llama-bpe", "lfm2", "pixtral", "tekken") else {}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, byte_fallback=False, **whole_words))
     if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()

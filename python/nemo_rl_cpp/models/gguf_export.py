@@ -217,9 +217,10 @@ def _rope_differences(config: Mapping[str, Plain]) -> Iterator[str]:
         plain = {key: scaling[key] for key in ("rope_type", "factor", "original_max_position_embeddings")}
         if config["model_type"] == "gpt_oss":  # llama.cpp rounds its bounds all the same
             plain["truncate"] = False
-        if made.latent:
-            both = {key: scaling.get(key) for key in ("mscale", "mscale_all_dim")}
-            plain |= dict.fromkeys(both, both["mscale_all_dim"] or 1.0)  # llama.cpp takes them as equal
+        if made.latent or rope.scales_queries(full):  # llama.cpp takes mscale as equal to the other one, or as 1
+            mscale = scaling.get("mscale_all_dim") or 1.0
+            plain |= {"mscale": mscale if made.latent else 1.0, "mscale_all_dim": mscale}
+            plain["llama_4_scaling_beta"] = scaling.get("llama_4_scaling_beta")
         if rope.rope_frequencies(full, 0) != rope.rope_frequencies({**full, "rope_scaling": plain}, 0):
             yield f"yarn by {', '.join(sorted(key for key in scaling | plain if scaling.get(key) != plain.get(key)))}"
     if made.latent and not config["rope_interleave"]:
@@ -267,7 +268,8 @@ def _recurrent_differences(config: Mapping[str, Plain], kinds: Sequence[str]) ->
 def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, kind: str) -> None:
     family, made = family_of(config), SUPPORTED_ARCHITECTURES[config["model_type"]]
     window, kinds = config.get("sliding_window"), made.layer_types(config)
-    longest = hf_config.max_positions(config)
+    # llama.cpp scales queries, which limits the positions here
+    longest = config["max_position_embeddings"] if rope.scales_queries(config) else hf_config.max_positions(config)
     if window is not None and SLIDING in kinds and not family.has_windows:
         longest = min(longest, window)
     writer.add_name(name)
@@ -365,6 +367,9 @@ def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
         writer.add_rope_scaling_orig_ctx_len(original)
         if SUPPORTED_ARCHITECTURES[config["model_type"]].latent:
             writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
+        if rope.scales_queries(config):
+            writer.add_rope_scaling_yarn_log_mul(scaling["mscale_all_dim"])
+            writer.add_attn_temperature_scale(scaling["llama_4_scaling_beta"])
 
 
 _EXACT = (".bias", "ssm_a", "ssm_d", "ssm_norm.weight", "shortconv.conv.weight", "ssm_conv1d.weight", "ssm_alpha.weight", "ssm_beta.weight", "ssm_ba.weight", "ffn_gate_inp.weight")  # fmt: skip
@@ -500,7 +505,7 @@ def _split_name(pre_tokenizer: Mapping[str, Plain]) -> str:
         return "gpt-2"
     raise ModelFolderError(
         f"the tokenizer splits a text into words by {json.dumps(parts)[:200]}, of which llama.cpp's name is not known here; known are "
-        "those of Llama 3, Qwen, SmolLM, gpt-oss, DeepSeek-V3, Kimi K2 and GPT-2"
+        "those of Llama 3, Qwen, SmolLM, gpt-oss, DeepSeek-V3, Kimi K2, Mistral's Tekken and GPT-2"
     )
 
 

@@ -35,6 +35,7 @@ KV = ".kv_b_proj.weight"
 FAMILIES = {
     "llama": Family("llama", interleaved=True, scalings=("linear", "yarn", "llama3")),
     "mistral": Family("llama", interleaved=True),
+    "ministral3": Family("mistral3", interleaved=True),
     "smollm3": Family("smollm3", interleaved=True),
     "granite": Family("granite", interleaved=True),
     "qwen2": Family("qwen2"),

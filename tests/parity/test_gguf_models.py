@@ -170,7 +170,9 @@ def test_quantised_base_model_keeps_the_quantised_blocks_of_a_gguf_file_unchange
 
 
 @pytest.mark.parametrize(
-    "sizes", [RECURRENT, QWEN3_NEXT, GRANITE_4, DEEPSEEK, GEMMA_4, NEMOTRON_H, GPT_OSS], ids=lambda sizes: sizes["model_type"]
+    "sizes",
+    [RECURRENT, QWEN3_NEXT, GRANITE_4, DEEPSEEK, GEMMA_4, NEMOTRON_H, GPT_OSS],
+    ids=lambda sizes: sizes["model_type"],
 )
 def test_quantised_recurrent_layers_and_experts_keep_the_quantised_blocks_of_a_gguf_file_unchanged(sizes, tmp_path):
     folder, file = folder_of_blocks(tmp_path / "folder", sizes), tmp_path / "model.gguf"

@@ -165,6 +165,7 @@ def _differences(config: Mapping[str, Plain]) -> Iterator[str]:
     activations = {
         "gemma2": "gelu_tanh",
         "gemma3_text": "gelu_tanh",
+        "gemma4_text": "gelu_tanh",
         "gpt_oss": "clamped",
         "nemotron_h": "relu_squared",
     }

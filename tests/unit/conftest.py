@@ -10,7 +10,7 @@ import pytest
 def smollm2_tokenizer_folder(tmp_path_factory):
     """Convert SmolLM2's tokenizer from its package into a folder without weights, in about a second."""
     from gguf import GGUFReader
-    from nemo_rl_cpp.hub.gguf_conversion import write_tokenizer
+    from nemo_rl_cpp.hub.gguf_tokenizer import write_tokenizer
     from nemo_rl_cpp.hub.sources import smollm2_gguf
 
     folder = tmp_path_factory.mktemp("smollm2-tokenizer")

@@ -1,4 +1,5 @@
-"""Convert the metadata of a GGUF file (ggml's docs/gguf.md) to a Hugging Face folder: config.json and the tokenizer.
+"""Convert the metadata of a GGUF file (ggml's docs/gguf.md) to a Hugging Face folder: config.json and, by
+`hub.gguf_tokenizer`, the tokenizer.
 
 transformers' converter is not used, because it takes 4 s to import and would add a dependency to the extra `smollm2`.
 `models.gguf_weights` reads the tensors."""
@@ -11,17 +12,12 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from gguf import GGUFReader, TokenType
+from gguf import GGUFReader
 from safetensors.numpy import save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.hub.gguf_tokenizer import UnsupportedGgufError, value, write_tokenizer
 from nemo_rl_cpp.stages import work
-
-
-class UnsupportedGgufError(ValueError):
-    """Raised if a GGUF file holds a model or a tokenizer that this module cannot convert."""
-
 
 _KINDS = {
     "llama": ("llama", "Llama"),
@@ -86,11 +82,9 @@ RECURRENT_AND_EXPERTS = {
     "attention.kv_lora_rank": "kv_lora_rank",
     "shortconv.l_cache": "conv_L_cache",
 }
-"""Optional keys of files of models with gated delta nets or experts -> keys of config.json."""
+"""Optional keys of files of models with recurrent layers, experts or latent attention -> keys of config.json."""
 RENAMED = {
-    "glm4_moe": {"num_dense_layers": "first_k_dense_replace"},
-    "deepseek_v3": {"num_dense_layers": "first_k_dense_replace"},
-    "glm4_moe_lite": {"num_dense_layers": "first_k_dense_replace"},
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3"), {"num_dense_layers": "first_k_dense_replace"}),
     "granitemoehybrid": {
         "linear_conv_kernel_dim": "mamba_d_conv", "linear_key_head_dim": "mamba_d_state", "linear_num_key_heads": "mamba_n_groups",
         "linear_num_value_heads": "mamba_n_heads", "linear_value_head_dim": "mamba_d_head",
@@ -118,18 +112,9 @@ NUMBERS = {
 """Optional keys of the file -> keys of config.json. Both have the same value."""
 
 
-def _value(reader: GGUFReader, key: str, default: Plain = None) -> Plain:
-    """Return the value of the metadata key `key`, in which `{arch}` is replaced by the file's architecture; `default`
-    if the file lacks the key."""
-    if "{arch}" in key:
-        key = key.replace("{arch}", str(_value(reader, "general.architecture")))
-    field = reader.fields.get(key)
-    return default if field is None else field.contents()
-
-
-def _short(value: float) -> float:
+def _short(number: float) -> float:
     """Return the decimal number that the file's author stored as float32: 1e-5 for the stored 9.99999974e-06."""
-    return float(str(np.float32(value)))
+    return float(str(np.float32(number)))
 
 
 def _kind(reader: GGUFReader) -> tuple[str, str]:
@@ -137,21 +122,21 @@ def _kind(reader: GGUFReader) -> tuple[str, str]:
     be converted."""
     if reader.endianess == gguf.GGUFEndian.BIG:
         raise UnsupportedGgufError("the GGUF file is for big-endian machines: take the little-endian one")
-    if (parts := _value(reader, "split.count", 1)) > 1:
+    if (parts := value(reader, "split.count", 1)) > 1:
         raise UnsupportedGgufError(
             f"the GGUF file is one of {parts} parts of a model: join them with llama.cpp's `llama-gguf-split --merge`"
         )
-    architecture = str(_value(reader, "general.architecture"))
+    architecture = str(value(reader, "general.architecture"))
     if architecture not in _KINDS:
         read = ", ".join(_KINDS)
         raise UnsupportedGgufError(
             f"the GGUF file holds a model of the architecture {architecture!r}, which is not read; {read} are"
         )
-    if architecture == "llama" and _value(reader, "{arch}.expert_count"):
+    if architecture == "llama" and value(reader, "{arch}.expert_count"):
         return "mixtral", "Mixtral"
-    if architecture == "mistral3" and _value(reader, "{arch}.rope.scaling.type") != "yarn":
+    if architecture == "mistral3" and value(reader, "{arch}.rope.scaling.type") != "yarn":
         return "mistral", "Mistral"  # Mistral Small 3
-    if architecture == "olmo2" and _value(reader, "{arch}.attention.sliding_window"):
+    if architecture == "olmo2" and value(reader, "{arch}.attention.sliding_window"):
         return "olmo3", "Olmo3"
     return _KINDS[architecture]
 
@@ -162,87 +147,91 @@ def _add_sizes(reader: GGUFReader, config: dict[str, Plain]) -> None:
     for source, name in CONFIG_KEYS.items():
         if model_type != "qwen3_5_moe_text" or source != "feed_forward_length":  # experts alone have no such length
             default = config.get("num_attention_heads") if source == "attention.head_count_kv" else None
-            number = _value(reader, f"{{arch}}.{source}", default)
+            number = value(reader, f"{{arch}}.{source}", default)
             if isinstance(number, Sequence) and model_type == "gemma4_text":  # layers differ (_add_gemma4)
                 number = number[0]
-            elif isinstance(number, Sequence):  # layers without attention have no keys
-                others = "conv" if model_type.startswith("lfm2") else "linear_attention"
-                if source == "attention.head_count_kv":
+            elif isinstance(number, Sequence):
+                if source == "attention.head_count_kv":  # layers without attention have no keys
+                    others = "conv" if model_type.startswith("lfm2") else "linear_attention"
                     config["layer_types"] = ["full_attention" if each else others for each in number]
                 number = max(number)
             config[name] = int(number)
     for source, name in RECURRENT_AND_EXPERTS.items():
-        number = _value(reader, f"{{arch}}.{source}")
+        number = value(reader, f"{{arch}}.{source}")
         if isinstance(number, int) and (number or source == "leading_dense_block_count"):
             config[name] = number
     # multi-token-prediction layers, which are not computed, are the last ones
-    config["num_hidden_layers"] -= int(_value(reader, "{arch}.nextn_predict_layers", 0))
+    config["num_hidden_layers"] -= int(value(reader, "{arch}.nextn_predict_layers", 0))
     if model_type in NORM_TOPK_PROB:
         config["norm_topk_prob"] = NORM_TOPK_PROB[model_type]
-    if _value(reader, "{arch}.ssm.inner_size"):
+    if value(reader, "{arch}.ssm.inner_size"):
         _add_recurrence(reader, config)
     for name, renamed in RENAMED.get(model_type, {}).items():
         if name in config:
             config[renamed] = config.pop(name)
-    if model_type == "granitemoehybrid":
+    if model_type in ("granitemoehybrid", "nemotron_h"):
+        _add_layers_with_mamba2(reader, config)
+    if model_type in ("deepseek_v3", "glm4_moe", "nemotron_h"):
+        _add_router(reader, config)
+    head_dim = value(reader, "{arch}.attention.key_length") or value(reader, "{arch}.rope.dimension_count")
+    config["head_dim"] = int(head_dim or config["hidden_size"] // config["num_attention_heads"])
+    rotary = value(reader, "{arch}.rope.dimension_count") or config["head_dim"]
+    if model_type == "gemma4_text":
+        _add_gemma4(reader, config)
+    elif model_type == "deepseek_v3":
+        _add_latent(reader, config, rotary)
+    # the default of GLM is a half, and Nemotron-H has no RoPE
+    elif model_type in ("glm4", "glm4_moe") or (rotary < config["head_dim"] and model_type != "nemotron_h"):
+        config["partial_rotary_factor"] = rotary / config["head_dim"]
+
+
+def _add_layers_with_mamba2(reader: GGUFReader, config: dict[str, Plain]) -> None:
+    """Set in `config` the kinds of layers, and keys of MLPs and RoPE, of Granite 4 or Nemotron-H."""
+    if config["model_type"] == "granitemoehybrid":
         config["mamba_expand"] = config["mamba_n_heads"] * config["mamba_d_head"] // config["hidden_size"]
         config.setdefault("num_experts", 0)
         config.setdefault("shared_intermediate_size", config["intermediate_size"])
-        config["position_embedding_type"] = "rope" if _value(reader, "{arch}.rope.scaling.finetuned", True) else None
-    if model_type in ("deepseek_v3", "glm4_moe", "nemotron_h"):
-        _add_router(reader, config)
-    if model_type == "nemotron_h":
-        widths = _value(reader, "{arch}.feed_forward_length")
-        mlp = "moe" if config.get("num_experts") else "mlp"
-        kinds = [mlp if width else kind for width, kind in zip(widths, config.pop("layer_types"))]
-        config["layers_block_type"] = kinds[: config["num_hidden_layers"]]
-    head_dim = _value(reader, "{arch}.attention.key_length") or _value(reader, "{arch}.rope.dimension_count")
-    config["head_dim"] = int(head_dim or config["hidden_size"] // config["num_attention_heads"])
-    rotary = _value(reader, "{arch}.rope.dimension_count") or config["head_dim"]
-    if model_type == "nemotron_h":  # which has no RoPE
+        config["position_embedding_type"] = "rope" if value(reader, "{arch}.rope.scaling.finetuned", True) else None
         return
-    if rotary < config["head_dim"] or model_type in ("glm4", "glm4_moe"):  # whose default is a half
-        config["partial_rotary_factor"] = rotary / config["head_dim"]
-    if model_type == "gemma4_text":
-        _add_gemma4(reader, config)
-    if model_type == "deepseek_v3":  # older files have no lengths "mla", as they hold no compressed ones
-        keys, values = (
-            _value(reader, f"{{arch}}.attention.{name}_length_mla", _value(reader, f"{{arch}}.attention.{name}_length"))
-            for name in ("key", "value")
-        )
-        latent = {
-            "head_dim": rotary,
-            "qk_rope_head_dim": rotary,
-            "qk_nope_head_dim": keys - rotary,
-            "v_head_dim": values,
-        }
-        config |= latent | {"num_key_value_heads": config["num_attention_heads"]}
-        config.pop("partial_rotary_factor", None)
-        config.setdefault("q_lora_rank", None)
+    mlp = "moe" if config.get("num_experts") else "mlp"
+    widths = value(reader, "{arch}.feed_forward_length")
+    kinds = [mlp if width else kind for width, kind in zip(widths, config.pop("layer_types"))]
+    config["layers_block_type"] = kinds[: config["num_hidden_layers"]]
+
+
+def _add_latent(reader: GGUFReader, config: dict[str, Plain], rotary: int) -> None:
+    """Set in `config` the sizes of the latent attention of DeepSeek-V3, of which `rotary` dimensions are rotated."""
+    keys, values = (  # older files have no lengths "mla", as they hold no compressed keys and values
+        value(reader, f"{{arch}}.attention.{name}_length_mla", value(reader, f"{{arch}}.attention.{name}_length"))
+        for name in ("key", "value")
+    )
+    config |= {"qk_rope_head_dim": rotary, "qk_nope_head_dim": keys - rotary, "v_head_dim": values}
+    config |= {"head_dim": rotary, "num_key_value_heads": config["num_attention_heads"]}
+    config.setdefault("q_lora_rank", None)
 
 
 def _add_gemma4(reader: GGUFReader, config: dict[str, Plain]) -> None:
     """Set in `config` the sizes of Gemma 4's layers, which differ, and the RoPE of both kinds of layers."""
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    inner, heads = (_value(reader, f"{{arch}}.{key}") for key in ("feed_forward_length", "attention.head_count_kv"))
-    full = _value(reader, "{arch}.attention.sliding_window_pattern").index(False)  # a layer with full attention
+    inner, heads = (value(reader, f"{{arch}}.{key}") for key in ("feed_forward_length", "attention.head_count_kv"))
+    full = value(reader, "{arch}.attention.sliding_window_pattern").index(False)  # a layer with full attention
     factors = tensors["rope_freqs.weight"].data.reshape(-1)
-    bases = [_short(_value(reader, f"{{arch}}.rope.freq_base{kind}", 10000.0)) for kind in ("", "_swa")]
+    bases = [_short(value(reader, f"{{arch}}.rope.freq_base{kind}", 10000.0)) for kind in ("", "_swa")]
     part = float((factors == 1).sum() / len(factors))
     config |= {
-        "head_dim": int(_value(reader, "{arch}.attention.key_length_swa")),
-        "global_head_dim": int(_value(reader, "{arch}.attention.key_length")),
+        "head_dim": int(value(reader, "{arch}.attention.key_length_swa")),
+        "global_head_dim": int(value(reader, "{arch}.attention.key_length")),
         "num_global_key_value_heads": int(heads[full]) if isinstance(heads, Sequence) else None,
         "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in tensors,
         "use_double_wide_mlp": isinstance(inner, Sequence) and inner[-1] != inner[0],
-        "num_kv_shared_layers": int(_value(reader, "{arch}.attention.shared_kv_layers", 0)),
-        "hidden_size_per_layer_input": int(_value(reader, "{arch}.embedding_length_per_layer_input", 0)),
+        "num_kv_shared_layers": int(value(reader, "{arch}.attention.shared_kv_layers", 0)),
+        "hidden_size_per_layer_input": int(value(reader, "{arch}.embedding_length_per_layer_input", 0)),
         "rope_parameters": {
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": part, "rope_theta": bases[0]},
             "sliding_attention": {"rope_type": "default", "rope_theta": bases[1]},
         },
     }
-    if (_value(reader, "{arch}.expert_count") or 0) > 0:
+    if (value(reader, "{arch}.expert_count") or 0) > 0:
         raise UnsupportedGgufError(
             "the GGUF file holds a Gemma 4 with experts, which is not read; E2B, E4B and 31B are"
         )
@@ -255,9 +244,9 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
     _add_sizes(reader, config)
     biased = ("q", "output") if model_type in ("glm4", "glm4_moe", "seed_oss") else ("output",)
     config |= {
-        "vocab_size": int(_value(reader, "{arch}.vocab_size") or len(_value(reader, "tokenizer.ggml.tokens"))),
-        "rms_norm_eps": _short(_value(reader, "{arch}.attention.layer_norm_rms_epsilon")),
-        "rope_theta": _short(_value(reader, "{arch}.rope.freq_base", 10000.0)),
+        "vocab_size": int(value(reader, "{arch}.vocab_size") or len(value(reader, "tokenizer.ggml.tokens"))),
+        "rms_norm_eps": _short(value(reader, "{arch}.attention.layer_norm_rms_epsilon")),
+        "rope_theta": _short(value(reader, "{arch}.rope.freq_base", 10000.0)),
         "rope_scaling": None,
         "attention_bias": any(each.endswith(f".attn_{name}.bias") for name in biased for each in tensors),
         "attention_dropout": 0.0,
@@ -265,9 +254,9 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
         **({"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors} if model_type == "glm4_moe" else {}),
         "initializer_range": 0.02,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": _value(reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _value(reader, "tokenizer.ggml.eos_token_id"),
-        "pad_token_id": _value(reader, "tokenizer.ggml.padding_token_id"),
+        "bos_token_id": value(reader, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": value(reader, "tokenizer.ggml.eos_token_id"),
+        "pad_token_id": value(reader, "tokenizer.ggml.padding_token_id"),
         "torch_dtype": "float32",
         "use_cache": True,
     }
@@ -276,7 +265,7 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
     if model_type.startswith("lfm2"):
         config |= {"norm_eps": config["rms_norm_eps"], "block_auto_adjust_ff_dim": False}
     for source, name in NUMBERS.items():
-        if (number := _value(reader, f"{{arch}}.{source}")) is not None:
+        if (number := value(reader, f"{{arch}}.{source}")) is not None:
             config[name] = _short(number)
     if not model_type.startswith("gemma"):
         config["hidden_act"] = "silu"
@@ -284,10 +273,10 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
         is_27b = config["num_hidden_layers"] == _LAYERS_OF_27B[model_type]
         whole = config["hidden_size"] // config["num_attention_heads"]
         config["query_pre_attn_scalar"] = whole if is_27b else config["head_dim"]
-    window = _value(reader, "{arch}.attention.sliding_window")
+    window = value(reader, "{arch}.attention.sliding_window")
     if window is not None or model_type in ("phi3", "exaone4", "mixtral", "mistral"):
         config["sliding_window"] = window or None
-        pattern = _value(reader, "{arch}.attention.sliding_window_pattern")
+        pattern = value(reader, "{arch}.attention.sliding_window_pattern")
         if isinstance(pattern, Sequence):
             config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
     if model_type == "gemma4_text":
@@ -308,17 +297,17 @@ def _add_router(reader: GGUFReader, config: dict[str, Plain]) -> None:
     is_new = (
         config["model_type"] != "deepseek_v3" or config["num_hidden_layers"] == 47
     )  # GLM-4.7-Flash, as in llama.cpp
-    if _value(reader, "{arch}.expert_gating_func", sigmoid if is_new else None) != sigmoid:
+    if value(reader, "{arch}.expert_gating_func", sigmoid if is_new else None) != sigmoid:
         raise UnsupportedGgufError("the GGUF file's routers compute no sigmoids, as in DeepSeek-V2, which is not read")
-    config["norm_topk_prob"] = bool(_value(reader, "{arch}.expert_weights_norm", False))
+    config["norm_topk_prob"] = bool(value(reader, "{arch}.expert_weights_norm", False))
     for name in ("n_group", "topk_group", "routed_scaling_factor"):
         config.setdefault(name, 1)
 
 
 def _add_recurrence(reader: GGUFReader, config: dict[str, Plain]) -> None:
     """Set in `config` the sizes and layers of gated delta nets or Mamba-2."""
-    config["linear_value_head_dim"] = int(_value(reader, "{arch}.ssm.inner_size")) // config["linear_num_value_heads"]
-    recurrent = _value(reader, "{arch}.attention.recurrent_layers")
+    config["linear_value_head_dim"] = int(value(reader, "{arch}.ssm.inner_size")) // config["linear_num_value_heads"]
+    recurrent = value(reader, "{arch}.attention.recurrent_layers")
     if isinstance(recurrent, Sequence):
         kinds = ["linear_attention" if each else "full_attention" for each in recurrent]
         config["layer_types"] = kinds[: config["num_hidden_layers"]]
@@ -327,9 +316,9 @@ def _add_recurrence(reader: GGUFReader, config: dict[str, Plain]) -> None:
 def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
     """Set rope_scaling in `config`. The factors of the types llama3 and longrope are tensors of the file."""
     tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.name.startswith("rope_f")}
-    original = _value(reader, "{arch}.rope.scaling.original_context_length")
-    factor = _value(reader, "{arch}.rope.scaling.factor", _value(reader, "{arch}.rope.scale_linear"))
-    kind = _value(reader, "{arch}.rope.scaling.type", "linear" if factor else "none")  # as in llama.cpp
+    original = value(reader, "{arch}.rope.scaling.original_context_length")
+    factor = value(reader, "{arch}.rope.scaling.factor", value(reader, "{arch}.rope.scale_linear"))
+    kind = value(reader, "{arch}.rope.scaling.type", "linear" if factor else "none")  # as in llama.cpp
     if "rope_freqs.weight" in tensors:
         factors = tensors["rope_freqs.weight"].data.reshape(-1).astype(np.float64)
         config["rope_scaling"] = _llama3_scaling(factors, config["rope_theta"])
@@ -339,7 +328,7 @@ def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
             for which in ("long", "short")
         }
         config["rope_scaling"] = {"type": "longrope", **factors}
-        if (attention_factor := _value(reader, "{arch}.rope.scaling.attn_factor")) is not None:
+        if (attention_factor := value(reader, "{arch}.rope.scaling.attn_factor")) is not None:
             config["rope_scaling"]["attention_factor"] = _short(attention_factor)
         config["original_max_position_embeddings"] = int(original or config["max_position_embeddings"])
     elif kind in ("linear", "yarn"):
@@ -347,13 +336,13 @@ def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = int(original or config["max_position_embeddings"])
             for name in ("beta_fast", "beta_slow"):
-                if (number := _value(reader, f"{{arch}}.rope.scaling.yarn_{name}")) is not None:
+                if (number := value(reader, f"{{arch}}.rope.scaling.yarn_{name}")) is not None:
                     scaling[name] = _short(number)
-        if multiplier := _value(reader, "{arch}.rope.scaling.yarn_log_multiplier"):
+        if multiplier := value(reader, "{arch}.rope.scaling.yarn_log_multiplier"):
             is_ministral = config["model_type"] == "ministral3"
             mscale = _short(multiplier) if is_ministral else round(multiplier * 10, 6)
             scaling |= {"mscale": 1.0 if is_ministral else mscale, "mscale_all_dim": mscale}
-        if (beta := _value(reader, "{arch}.attention.temperature_scale")) is not None:
+        if (beta := value(reader, "{arch}.attention.temperature_scale")) is not None:
             scaling["llama_4_scaling_beta"] = _short(beta)
         if config["model_type"] == "gpt_oss":  # llama.cpp rounds its bounds, too
             scaling["truncate"] = False
@@ -389,164 +378,12 @@ def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-# ---- the tokenizer
-
-_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WITH_MARKS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_WORD = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-_CAPITALS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-_AFTER = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {
-    (_ENDINGS + r"\p{N}{1,3}" + _REST,): "llama-bpe",
-    (_ENDINGS + r"\p{N}" + _REST,): "qwen2",
-    (_WITH_MARKS,): "qwen35",
-    (_WORD + _AFTER + _CAPITALS + _AFTER + r"\p{N}{1,3}" + _SLASHES,): "gpt-4o",
-    (_WORD + "|" + _CAPITALS + r"|\p{N}" + _SLASHES,): "tekken",
-    (
-        r"[\p{Han}]+|"
-        + (_WORD + _AFTER + _CAPITALS + _AFTER).replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]")
-        + r"\p{N}{1,3}"
-        + _REST,
-    ): "kimi-k2",
-    (
-        r"\p{N}{1,3}",
-        "[一-龥぀-ゟ゠-ヿ]+",
-        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
-        "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
-    ): "deepseek-v3",
-}
-"""Regular expressions by which a pre-tokenizer splits text into words, one after the other -> llama.cpp's name."""
-
-
-_SAME_WORDS = {
-    "refact": "smollm", "olmo": "gpt-2", "granite-docling": "gpt-2", "exaone4": "gpt-2", "lfm2": "llama-bpe", "pixtral": "llama-bpe", "dbrx": "llama-bpe", "glm4": "llama-bpe", "chatglm-bpe": "llama-bpe",
-}  # fmt: skip
-"""Name in llama.cpp of a rule by which text is split into words -> the name above of the same rule."""
-
-
-def _words(pre: str) -> pre_tokenizers.PreTokenizer:
-    """Return the pre-tokenizer that llama.cpp calls `pre`. Raise UnsupportedGgufError for an unknown name."""
-    pre = _SAME_WORDS.get(pre, pre)
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if pre == "gpt-2":
-        return words
-    if pre == "smollm":
-        # each digit is a separate token, so that the model does not learn "42" as one symbol
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
-    for patterns, name in SPLITS.items():
-        if pre == name:
-            splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-            return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    known = ", ".join(("smollm", "gpt-2", *SPLITS.values(), *_SAME_WORDS))
-    raise UnsupportedGgufError(f"the GGUF file's tokenizer splits by the rule {pre!r}, which is not read; {known} are")
-
-
-def _byte_level(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
-    pre = str(_value(reader, "tokenizer.ggml.pre"))
-    merges = [tuple(merge.split(" ", 1)) for merge in _value(reader, "tokenizer.ggml.merges")]
-    whole_words = {"ignore_merges": True} if pre in ("llama-bpe", "lfm2", "pixtral", "tekken") else {}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, byte_fallback=False, **whole_words))
-    if pre in ("qwen2", "qwen35"):
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer, tokenizer.decoder = _words(pre), decoders.ByteLevel()
-    return tokenizer
-
-
-def _merges_by_score(reader: GGUFReader, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Return the merges of a SentencePiece tokenizer, in the order of their results' scores, highest first."""
-    scores = _value(reader, "tokenizer.ggml.scores")
-    merges = []
-    for token, i in vocab.items():
-        halves = [(token[:at], token[at:]) for at in range(1, len(token))]
-        merges += [(scores[i], len(a), len(b), a, b) for a, b in halves if a in vocab and b in vocab]
-    merges.sort(key=lambda merge: merge[:3], reverse=True)
-    return [merge[3:] for merge in merges]
-
-
-def _sentencepiece(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
-    """Return a SentencePiece BPE tokenizer. The file of a Gemma 4 has its merges, and splits texts at newlines."""
-    unknown = _value(reader, "tokenizer.ggml.tokens")[int(_value(reader, "tokenizer.ggml.unknown_token_id", 0))]
-    if is_gemma4 := _value(reader, "tokenizer.ggml.model") == "gemma4":
-        pairs = [tuple(merge.split(" ", 1)) for merge in _value(reader, "tokenizer.ggml.merges")]
-    else:
-        pairs = _merges_by_score(reader, vocab)
-    bpe = models.BPE(vocab=vocab, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    tokenizer = Tokenizer(bpe)
-    marks = [normalizers.Replace(" ", "▁")]
-    texts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if is_gemma4:
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("\n+"), "isolated")
-    if _value(reader, "tokenizer.ggml.add_space_prefix", not is_gemma4):
-        marks, texts = [normalizers.Prepend("▁"), *marks], [*texts, decoders.Strip(" ", 1, 0)]
-    tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(marks), decoders.Sequence(texts)
-    return tokenizer
-
-
-def _tokenizer(reader: GGUFReader) -> tuple[Tokenizer, list[str]]:
-    """Return the tokenizer and the texts of its control tokens."""
-    kind = _value(reader, "tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama", "gemma4"):
-        raise UnsupportedGgufError(
-            f"the GGUF file's tokenizer is a {kind!r}, which is not read; gpt2, llama and gemma4 are"
-        )
-    tokens = _value(reader, "tokenizer.ggml.tokens")
-    kinds = _value(reader, "tokenizer.ggml.token_type", [TokenType.NORMAL] * len(tokens))
-    vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != TokenType.UNUSED}
-    tokenizer = (_byte_level if kind == "gpt2" else _sentencepiece)(reader, vocab)
-    control = [token for token, flag in zip(tokens, kinds) if flag == TokenType.CONTROL]
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
-    added = [token for token, flag in zip(tokens, kinds) if flag == TokenType.USER_DEFINED]
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added])
-    ends = [_value(reader, f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos")]
-    adds = [
-        _value(reader, f"tokenizer.ggml.add_{role}_token", role == "bos" and kind != "gpt2") for role in ("bos", "eos")
-    ]
-    first, last = ([tokens[i]] if add and i is not None else [] for add, i in zip(adds, ends))
-    if first or last:
-        known = [(text, vocab[text]) for text in first + last]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*first, "$A", *last], pair=[*first, "$A", *last, *first, "$B:1", *last], special_tokens=known
-        )
-    return tokenizer, control
-
-
-def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json (with the chat template) and special_tokens_map.json."""
-    backend, control = _tokenizer(reader)
-    tokens = _value(reader, "tokenizer.ggml.tokens")
-    texts = {}
-    for role, name in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
-        index = _value(reader, f"tokenizer.ggml.{name}_token_id")
-        texts[f"{role}_token"] = None if index is None else tokens[int(index)]
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": int(_value(reader, "{arch}.context_length")),
-        **texts,
-        "additional_special_tokens": control,
-    }
-    template, names = _value(reader, "tokenizer.chat_template"), _value(reader, "tokenizer.chat_templates", ())
-    if names:
-        texts_of = {"default": template} | {name: _value(reader, f"tokenizer.chat_template.{name}") for name in names}
-        template = [{"name": name, "template": text} for name, text in texts_of.items() if text is not None]
-    settings |= {} if template is None else {"chat_template": template}
-    backend.save(str(folder / "tokenizer.json"))
-    special = {role: text for role, text in texts.items() if text is not None} | {"additional_special_tokens": control}
-    for name, data in (("tokenizer_config.json", settings), ("special_tokens_map.json", special)):
-        (folder / name).write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def _write_description(reader: GGUFReader, folder: Path) -> dict[str, Plain]:
     """Write config.json, generation_config.json and the tokenizer, and return config.json's content."""
     config = model_config(reader)
     write_tokenizer(reader, folder)
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    turn = _value(reader, "tokenizer.ggml.eot_token_id")
+    turn = value(reader, "tokenizer.ggml.eot_token_id")
     if turn not in (None, ends["eos_token_id"]):
         ends["eos_token_id"] = [end for end in (ends["eos_token_id"], turn) if end is not None]
     for name, data in (("config.json", config), ("generation_config.json", ends)):

@@ -295,7 +295,7 @@ def _cached_folder(repo: str, files: Sequence[str]) -> Path | None:
 
 GGUF_FILE, GGUF_TABLE = "model.gguf", "model.gguf.json"
 """Files in the model folder made for a GGUF file: the link to it, and the table of its tensors' positions."""
-_GGUF_VERSION = 2  # version of the conversion; folders of other versions are not used
+_GGUF_VERSION = 3  # version of the conversion; folders of other versions are not used
 
 
 def gguf_folder(file: Path) -> Path:
@@ -308,7 +308,8 @@ def gguf_folder(file: Path) -> Path:
     folder = cache_root() / "models" / f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     if folder.is_dir():
         return folder
-    from nemo_rl_cpp.hub.gguf_conversion import UnsupportedGgufError, link_folder
+    from nemo_rl_cpp.hub.gguf_conversion import link_folder
+    from nemo_rl_cpp.hub.gguf_tokenizer import UnsupportedGgufError
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

@@ -29,9 +29,9 @@ from nemo_rl_cpp.hub.gguf_conversion import (
     NUMBERS,
     RECURRENT_AND_EXPERTS,
     RENAMED,
-    SPLITS,
     link_folder,
 )
+from nemo_rl_cpp.hub.gguf_tokenizer import SPLITS
 from nemo_rl_cpp.hub.sources import GGUF_FILE, GGUF_TABLE, ModelFolderError
 from nemo_rl_cpp.models import gemma4, hf_config, latent_attention, rope
 from nemo_rl_cpp.models.architectures import (
@@ -162,13 +162,8 @@ def _differences(config: Mapping[str, Plain]) -> Iterator[str]:
     family, made, native = family_of(config), SUPPORTED_ARCHITECTURES[kind], hf_config.native_config(config)
     kinds = made.layer_types(config)
     yield from _rope_differences(config)
-    activations = {
-        "gemma2": "gelu_tanh",
-        "gemma3_text": "gelu_tanh",
-        "gemma4_text": "gelu_tanh",
-        "gpt_oss": "clamped",
-        "nemotron_h": "relu_squared",
-    }
+    gelu = dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text"), "gelu_tanh")
+    activations = gelu | {"gpt_oss": "clamped", "nemotron_h": "relu_squared"}
     if native["activation"] != activations.get(kind, "silu"):
         yield f"the activation {native['activation']}"
     biases = native["output_bias"] or native["mlp_bias"]
@@ -245,7 +240,7 @@ def _expert_differences(config: Mapping[str, Plain], native: Mapping[str, Plain]
         if experts["renormalise"] != renormalises:
             yield f"norm_topk_prob {str(not renormalises).lower()}"
     heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
-    if config["model_type"] == "olmoe" and heads != keys:
+    if kind == "olmoe" and heads != keys:
         yield f"num_attention_heads {heads} and num_key_value_heads {keys}"
     dense = next((config[key] for key in DENSE_LAYERS if key in config), 0)
     if made.one_block:
@@ -291,9 +286,8 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
     if made.one_block:
         width = config[made.experts.width if has_experts(config) else "intermediate_size"]
         written["intermediate_size"] = [width if each == MLP else 0 for each in kinds]
-    if (
-        made.recurrent in (LFM2_SIZES, GRANITE_SIZES, MAMBA2_SIZES) and RECURRENT in kinds
-    ):  # layers without attention have no keys
+    # layers without attention have no keys
+    if made.recurrent in (LFM2_SIZES, GRANITE_SIZES, MAMBA2_SIZES) and RECURRENT in kinds:
         written["num_key_value_heads"] = [config["num_key_value_heads"] if each == FULL else 0 for each in kinds]
     renamed = RENAMED.get(config["model_type"], {})
     optional = {key: renamed.get(known, known) for key, known in RECURRENT_AND_EXPERTS.items()}

@@ -137,6 +137,16 @@ def with_a_fault(run):
     return run
 
 
+def test_prompts_that_leave_no_room_for_a_response_are_cut_and_not_trained(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"question": "{"1" * length}=", "answer": "1"}}\n' for length in (3, 30) * 4))
+    columns = f"dataset_name: ResponseDataset, data_path: {file}, input_key: question, output_key: answer"
+    processor = "processor: raw_completion_data_processor, env_name: reverse_digits"
+    data = ("~data.train.num_digits", f"data.train={{{columns}, {processor}}}")
+    run = tiny.train(tmp_path, *tiny.SMALL, *data, "grpo.max_num_steps=1")
+    assert (run.history[0]["cut_prompts_rate"], run.history[0]["num_masked_samples"]) == (0.5, 16)
+
+
 def test_flipped_weight_bit_between_generation_and_training_ends_the_run_with_an_error(tmp_path):
     run = with_a_fault(tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=4"))
     with pytest.raises(RuntimeError, match="the weights have changed between generation"):

@@ -148,8 +148,8 @@ class DataConfig(Section):
     """The validation dataset, or a list. null: what split_validation_size holds out of the training data, if set."""
     default: DatasetDefaults | None = section(DatasetDefaults)
     max_input_seq_length: Positive | None = None
-    """Prompts of this many tokens or more are cut, and their responses are not trained on. null: no limit; in
-    supervised fine-tuning, whose rows include the answers, policy.max_total_sequence_length."""
+    """Prompts of this many tokens or more are cut, and their responses are not trained on. null:
+    policy.max_total_sequence_length."""
     shuffle: bool = key(True, "Shuffle the training data.")
     num_workers: Int = key(1, "Number of threads that load and prepare samples. 0: the main thread does it.", ge=0)
     use_multiple_dataloader: bool = False

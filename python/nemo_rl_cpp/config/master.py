@@ -249,8 +249,6 @@ class SFTMasterConfig(TrainMasterConfig):
     def fill_defaults(self) -> None:
         super().fill_defaults()
         self.sft._rows = self.policy.train_global_batch_size
-        if self.data.max_input_seq_length is None:  # a row holds prompt and answer
-            self.data.max_input_seq_length = self.policy.max_total_sequence_length
         defaults = self.data.default or DatasetDefaults()
         if defaults.processor is None:
             self.data.default = defaults.model_copy(update={"processor": "sft_processor"})

@@ -276,7 +276,7 @@ def load_response_data(
     raise ValueError if this is so in all rows."""
     config = as_written(data_config)
     sections = _checked_sections(config, env_configs)
-    max_length = as_model(config, DataConfig, "data").max_input_seq_length
+    max_length = as_model(config, DataConfig, "data").max_input_seq_length or max_total_sequence_length
     limits = Limits(max_length, max_total_sequence_length)
     environments: dict[str, Environment] = {}
     try:

@@ -124,8 +124,8 @@ def configs(arguments: Sequence[str]) -> int:
 def descriptions() -> dict[str, str]:
     """Return {name of a shipped configuration: first sentence of the comment at the top of its file}."""
     texts = {}
-    for name in shipped_configs():
-        text = find_config(name).read_text(encoding="utf-8")
+    for name, file in shipped_configs().items():
+        text = file.read_text(encoding="utf-8")
         comment = re.match(r"(?:#.*\n)*", text)[0].splitlines()
         whole = " ".join(line.lstrip("# ").strip() for line in comment).strip()
         texts[name] = re.split(r"(?<=[a-z0-9)]\.)\s", whole, maxsplit=1)[0].rstrip(".:")
@@ -161,9 +161,9 @@ def _run(words: Sequence[str], default: str, kind: str | None, work: Callable[[W
 
 def _help(kind: str) -> str:
     is_eval = kind == "eval"
-    names = [name for name in shipped_configs() if "recipes" not in name]
-    names = [name for name in names if (Path(name).parent.name == "evals") == is_eval]
-    shown = [name for name in names if is_eval or kind_of(name) == kind]
+    files = {name: file for name, file in shipped_configs().items() if "recipes" not in name}
+    names = [name for name in files if (Path(name).parent.name == "evals") == is_eval]
+    shown = [name for name in names if is_eval or kind_of(files[name]) == kind]
     return (
         "Everything else is an override in Hydra's words: section.key=value changes a key, +section.key=value\n"
         "adds one, ~section.key deletes one.\n\n"

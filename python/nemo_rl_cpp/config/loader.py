@@ -375,13 +375,14 @@ def find_config(path: str | os.PathLike[str]) -> Path:
     return found
 
 
-def shipped_configs() -> list[str]:
-    """Return the names of the shipped configurations, in the form that --config accepts."""
-    return sorted({str(p.relative_to(folder)) for folder in config_folders() for p in folder.rglob("*.yaml")})
+def shipped_configs() -> dict[str, Path]:
+    """Return {name of a shipped configuration, in the form that --config accepts: its file}."""
+    files = {str(p.relative_to(folder)): p for folder in reversed(config_folders()) for p in folder.rglob("*.yaml")}
+    return dict(sorted(files.items()))
 
 
 def _not_found(given: str, relative: Path) -> str:
-    known = shipped_configs()
+    known = list(shipped_configs())
     stems = {name.removesuffix(".yaml"): name for name in known}  # the common suffix would distort the comparison
     near = [stems[stem] for stem in difflib.get_close_matches(str(relative.with_suffix("")), list(stems), 3, 0.6)]
     near += [name for name in known if Path(name).name == relative.name and name not in near]

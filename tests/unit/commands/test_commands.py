@@ -22,10 +22,24 @@ def test_every_command_has_a_help_with_examples(name, capsys):
 
 def test_every_shipped_configuration_has_a_description(capsys):
     texts = runs.descriptions()
-    assert list(texts) == shipped_configs() and not [name for name, text in texts.items() if len(text) < 20]
+    assert list(texts) == list(shipped_configs()) and not [name for name, text in texts.items() if len(text) < 20]
     assert cli.main(["configs", "vapo_tiny"]) == 0
     assert capsys.readouterr().out.startswith("vapo_tiny.yaml  VAPO on the task of ppo_tiny.yaml: returns")
     assert cli.main(["configs", "nothing-like-it"]) == 1
+
+
+def test_files_of_the_user_with_the_names_of_shipped_configurations_are_read_only_if_they_are_given(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("grpo_tiny.yaml", "ppo_tiny.yaml"):
+        (tmp_path / name).write_text("# mine\ndefaults: nothing.yaml\n")
+    assert "mine" not in runs.descriptions().values()
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    assert "  grpo_tiny.yaml" in capsys.readouterr().out
+    assert cli.main(["check", "--config", "grpo_tiny.yaml"]) == 2
+    assert "grpo_tiny.yaml:2: the configuration file nothing.yaml does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.slow

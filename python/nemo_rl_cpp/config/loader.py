@@ -202,7 +202,7 @@ def _load(
         aliases, known = list(model.aliases()), set(model.known_keys())
         data, positions, problems = _config.load(str(file), every, aliases, known, parent_folders())
     except _config.LoadError as error:
-        raise ConfigError([Problem("", "", explained(str(error)))]) from None
+        raise _unread(error) from None
     # an override of a section does not change the file's kind
     sections = {key for key, where in positions.items() if "." not in key and not where.startswith("override ")}
     own = next(name for name in KINDS if name in model.model_fields)
@@ -340,8 +340,18 @@ def kind_of(path: str | os.PathLike[str]) -> str:
     try:
         data = _config.load_file(str(file), folders=parent_folders())
     except _config.LoadError as error:
-        raise ConfigError([Problem("", "", explained(str(error)))]) from None
+        raise _unread(error) from None
     return next((kind for kind in LOADERS if kind != "grpo" and kind in data), "grpo")
+
+
+def _unread(error: _config.LoadError) -> ConfigError:
+    """Return the error for a file that cannot be read. For a missing parent, such as the `../../grpo_math_1B.yaml` of a
+    recipe that was copied from NeMo RL, the message suggests the shipped file of this name."""
+    text, near = explained(str(error)), []
+    if missing := re.search(r"the configuration file (.*) does not exist$", text):
+        name = _shipped_name(Path(missing[1]).name)
+        near = [shipped for shipped in shipped_configs() if Path(shipped).name == name]
+    return ConfigError([Problem("", "", f"{text}; did you mean {' or '.join(near)}?" if near else text)])
 
 
 # ---- finding a configuration file: as given, in the source tree, or in the installed package
@@ -368,11 +378,16 @@ def find_config(path: str | os.PathLike[str]) -> Path:
         return given
     prefixes = ("examples/configs", "configs")
     relative = next((given.relative_to(prefix) for prefix in prefixes if given.is_relative_to(prefix)), given)
-    names = [relative, relative.with_name(_RENAMED.get(relative.name, relative.name.replace(".v2.yaml", ".yaml")))]
+    names = [relative, relative.with_name(_shipped_name(relative.name))]
     places = [] if given.is_absolute() else [folder / name for folder in config_folders() for name in names]
     if (found := next(filter(Path.is_file, places), None)) is None:
         raise ConfigError([Problem("", "", _not_found(str(path), relative))])
     return found
+
+
+def _shipped_name(name: str) -> str:
+    """Return the name of the file that is shipped for NeMo RL's file `name`; for another name, the name itself."""
+    return _RENAMED.get(name, name.replace(".v2.yaml", ".yaml"))
 
 
 def shipped_configs() -> dict[str, Path]:

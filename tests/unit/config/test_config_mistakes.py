@@ -363,6 +363,10 @@ def test_critic_configuration_is_not_checked_if_the_estimator_needs_no_critic():
 
 BROKEN_FILES = {
     "missing parent": ("defaults: nope.yaml\n", ["bad.yaml:1", "nope.yaml does not exist"]),
+    "missing parent of NeMo RL's": (
+        "defaults: ../../grpo.yaml\n",
+        ["bad.yaml:1", "../../grpo.yaml does not exist; did you mean grpo_math_1B.yaml?"],
+    ),
     "circle": ("defaults: [bad.yaml]\n", ["bad.yaml:1", "its own parent"]),
     "twice": ("grpo:\n  seed: 1\n  seed: 2\n", ["bad.yaml:3", "'seed' is given twice (first in line 2)"]),
     "list": ("- a\n", ["bad.yaml:1", "must hold a mapping"]),

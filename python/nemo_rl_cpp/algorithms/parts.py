@@ -288,20 +288,27 @@ def make_collector(
             reward_functions.scale_rewards(rollouts, loop.reward_scaling), loop.reward_shaping
         )
 
+    def penalize(rollouts: Rollouts) -> dict[str, float]:
+        if penalties is None or not penalties.any_enabled:
+            return {}
+        return reward_functions.apply_reward_penalties(rollouts, penalties, tokenizer)
+
     def change_rewards(rollouts: Rollouts) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        if penalties is not None and penalties.any_enabled:
-            metrics |= reward_functions.apply_reward_penalties(rollouts, penalties, tokenizer)
+        metrics = penalize(rollouts)
         if length_penalty is not None:
             metrics |= reward_functions.apply_length_penalty(rollouts, length_penalty, tokenizer)
         return metrics
+
+    def greedy_rewards(rollouts: Rollouts) -> torch.Tensor:
+        penalize(rollouts)  # a length penalty compares the samples of a group, so a greedy response gets none
+        return shape_rewards(rollouts).total_reward
 
     roll_out = partial(
         run_multi_turn_rollout, generation, tokenizer=tokenizer, task_to_env=environments.train,
         max_seq_len=config.policy.max_total_sequence_length, max_rollout_turns=loop.max_rollout_turns,
     )  # fmt: skip
     if config.algorithm == "grpo" and loop.adv_estimator.name == "remax":
-        roll_out = partial(with_greedy_baseline, roll_out, lambda rollouts: shape_rewards(rollouts).total_reward)
+        roll_out = partial(with_greedy_baseline, roll_out, greedy_rewards)
 
     def version() -> int:  # the critic's warm-up does not change the policy's weights
         return state.step if state.step > loop.first_policy_step else 0

@@ -349,8 +349,8 @@ def with_greedy_baseline(
     metrics with two additions.
 
     The batch gets `reward_baseline` float32 [B], which the advantage estimator ReMax needs: the reward of the greedy
-    response to the row's prompt after `final_rewards` (scaling and shaping). The metrics get `greedy_reward`, the mean
-    of these rewards over the prompts."""
+    response to the row's prompt after `final_rewards` (penalties, scaling and shaping). The metrics get
+    `greedy_reward`, the mean of these rewards over the prompts."""
     groups, group = torch.unique(prompts["group_id"], return_inverse=True)
     firsts = [int((group == g).nonzero()[0]) for g in range(len(groups))]
     greedy, _ = roll_out(copy.deepcopy(prompts.select_indices(firsts)), greedy=True)

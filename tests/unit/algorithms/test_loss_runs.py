@@ -2,6 +2,7 @@
 
 import pytest
 import tiny
+from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 
 TERMS = {
     "entropy bonus": ("loss_fn.entropy_coef=0.5",),
@@ -60,3 +61,17 @@ def test_remax_run_subtracts_the_reward_of_the_greedy_response_to_the_same_promp
         assert run.history[0]["greedy_reward"] == pytest.approx(float(baselines[:, 0].mean()))
         expected = batch.by_token(batch.rewards - batch.samples["reward_baseline"])
         assert (batch.advantages == expected).all()
+
+
+def ones(completions, **columns):
+    return [1.0 for _ in completions]
+
+
+def test_reward_penalties_also_apply_to_the_greedy_responses_of_remax(tmp_path):
+    unwanted = (
+        "reward_penalties.penalize_unwanted_tokens=true",
+        f"reward_penalties.token_ids={{unwanted: {[*range(16)]}}}",
+    )
+    options = (*tiny.SMALL, *unwanted, "grpo.adv_estimator.name=remax", "grpo.max_num_steps=1")
+    row = tiny.train(tmp_path, *options, environment=RewardFunctionEnvironment(ones)).history[0]
+    assert (row["accuracy"], row["reward"], row["greedy_reward"]) == (1, 0, 0)

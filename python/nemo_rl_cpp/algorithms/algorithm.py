@@ -144,7 +144,8 @@ class GroupAdvantages(_EstimatedAdvantages):
         reference = batch.tokens.get("reference_policy_logprobs")
         of_tokens = {"logprobs_policy": batch.old_logprobs, "logprobs_reference": reference}
         if "sum_pi_squared" in batch:
-            of_tokens["sum_pi_squared"] = batch.sum_pi_squared
+            current = batch.tokens.get("current_logprobs", batch.old_logprobs)
+            of_tokens |= {"sum_pi_squared": batch.sum_pi_squared, "logprobs_policy": current}
         advantages = self.estimator.compute_advantage(
             group_id=batch.group_id,
             valid_mask=(batch.sample_mask != 0).float() if self._voting else None,

@@ -237,4 +237,6 @@ def add_logprobs(
         batch.tokens["candidate_ids"], batch.tokens["candidate_old_logprobs"] = scored["ids"], scored["logprobs"]
     if estimator == "optimal_token_baseline":
         batch.sum_pi_squared = policy.get_sum_pi_squared(batch)["sum_pi_squared"]
+        if stale.any():  # the old log-probabilities may be those of an earlier policy
+            batch.tokens["current_logprobs"] = batch.ragged(policy.get_logprobs(batch)["logprobs"])
     return {"stale_samples": int(stale.sum())}

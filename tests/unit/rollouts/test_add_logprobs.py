@@ -4,6 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nemo_rl_cpp.algorithms.advantage_estimator import make_estimator
+from nemo_rl_cpp.algorithms.algorithm import GroupAdvantages
+from nemo_rl_cpp.config.loop import AdvEstimatorConfig, GRPOConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.rollouts.batches import TrainBatch, add_logprobs
 
@@ -21,12 +24,15 @@ class Policy:
         self.calls.append("reference")
         return {"reference_logprobs": torch.full((2, 3), -2.0)}
 
+    def get_sum_pi_squared(self, data):
+        return {"sum_pi_squared": torch.full((2, 3), 0.5)}
+
 
 def batch(versions=(5, 5)):
     return TrainBatch.of({
         "input_ids": torch.zeros(2, 3, dtype=torch.int64), "input_lengths": torch.tensor([3, 3]), "token_mask": torch.ones(2, 3),
         "generation_logprobs": torch.full((2, 3), -3.0), "sample_mask": torch.ones(2), "rewards": torch.zeros(2),
-        "weight_version": torch.tensor(versions),
+        "weight_version": torch.tensor(versions), "group_id": torch.zeros(2),
     })  # fmt: skip
 
 
@@ -62,6 +68,16 @@ def test_stale_samples_use_generation_logprobs_as_old_logprobs_if_staleness_is_n
     policy, data = Policy(exact=True), batch(versions=(4, 5))
     assert add(policy, data, age=age) == {"stale_samples": 1}
     assert data["prev_logprobs"].tolist() == [[first] * 3, [-1.0] * 3]
+
+
+@pytest.mark.parametrize("versions, age, loss", [((4, 5), 0, {}), ((4, 5), 1, {"bypass_mode": True}), ((5, 5), 0, {})])
+def test_optimal_token_baseline_reads_probabilities_and_their_squares_of_the_same_policy(versions, age, loss):
+    name, data, read = "optimal_token_baseline", batch(versions), {}
+    add(Policy(exact=True), data, age=age, estimator=name, **loss)
+    stage = GroupAdvantages(make_estimator("grpo", AdvEstimatorConfig(name=name), ClippedPGLossConfig()), GRPOConfig())
+    stage.estimator.compute_advantage = lambda **inputs: read.update(inputs) or torch.zeros(6)
+    stage.add(data)
+    assert read["logprobs_policy"].tolist() == [-3.0 if versions == (5, 5) else -1.0] * 6
 
 
 def test_tokens_of_stale_samples_that_were_not_generated_get_recomputed_old_logprobs():

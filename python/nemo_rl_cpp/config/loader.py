@@ -227,6 +227,10 @@ def _load(
     config = _validate(data, model, report)
     if config is not None:
         config.check_rules(report)
+    known = {problem.key for problem in report.problems}
+    for key in positions:  # in a section with free keys nothing else reports it
+        if key.endswith("._override_") and key not in known:
+            report.add(key, unknown_key(key, model))
     if report.problems:
         of_values = report.problems[len(in_the_text) :]
         raise ConfigError(in_the_text + _without_consequences(of_values, file, positions, model))

@@ -197,6 +197,7 @@ BAD_FILES = {
     "data set with a dot": ("data:\n  train: {dataset_name: NuminaMath-1.5}", "data.train.dataset_name", 2, ["unknown", "ResponseDataset"]),
     "no name of a data set": ("data:\n  train: {max_number: 5}", "data.train.dataset_name", 2, ["is missing", "data.default"]),
     "interpolation": ("grpo:\n  seed: ${grpo.sed}", "grpo.seed", 2, ["there is no key grpo.sed"]),
+    "override marker among free keys": ("policy:\n  model_name: m\n  hf_config_overrides: {_override_: true}", "policy.hf_config_overrides._override_", 3, ["at the top of the file"]),
     "deep override marker": ("policy:\n  model_name: m\n  optimizer: {_override_: true}", "policy.optimizer._override_", 3, ["at the top of the file"]),
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ Each prompt has about 40 tokens and gets 64 new tokens at temperature 1. Each en
 separate environment, which uv creates, and waits while the others run: the sides take turns within one run. `distinct`:
 all prompts differ. `groups`: each prompt occurs eight times, as in GRPO, with prefix caching on. No response ends
 early. `vllm` runs without compilation (`enforce_eager`), `vllm_compiled` with it. With `--shape` the model has random
-weights (shapes.py); llama.cpp runs those of which nemo_rl_cpp writes GGUF files (gemma3, llama3). With `--precision
+weights (shapes.py); llama.cpp runs those of which nemo_rl_cpp writes GGUF files (gemma3, gemma4, llama3). With `--precision
 q8_0` or `q4_0` the layers' matrices are quantised; llama.cpp reads the file that `nemo-rl-cpp export` writes.
 """
 

@@ -440,4 +440,6 @@ def _check_files(dataset: DatasetDefaults, dotted: str, report: Report) -> None:
 def _check_env_name(name: str | None, dotted: str, env: EnvConfigs, report: Report) -> None:
     if name is not None and name not in env:
         hint = did_you_mean(name, env, f"env has {', '.join(env) or 'no entry'}", 0.5)
+        if is_dotted(name):
+            hint = f"give your class one, which may be empty: {name}: {{}} under env"
         report.add(f"{dotted}.env_name", f"{name} has no section env.{name}; {hint}")

@@ -180,6 +180,7 @@ BAD_FILES = {
         "env:\n  nemo_gym: {effort_levels: {low_weight: 0.1}}\n  arithmetic: {}", "env.nemo_gym.effort_levels", 2, ["grpo.length_penalty"]),
     "reward model": ("env:\n  reward_model: {enabled: true}\n  arithmetic: {}", "env.reward_model.enabled", 2, ["not supported", "register_env"]),
     "environment": ("data:\n  train: {dataset_name: arithmetic, env_name: arithmetik}", "data.train.env_name", 2, ["did you mean arithmetic"]),
+    "environment of one's own": ("data:\n  train: {dataset_name: arithmetic, env_name: my_parts.Share}", "data.train.env_name", 2, ["no section env.my_parts.Share", "my_parts.Share: {} under env"]),
     "environment key": ("env:\n  math: {math_verify_imp: x}\n  arithmetic: {}", "env.math.math_verify_imp", 2, ["did you mean math_verify_impl"]),
     "turns of a game": (
         "env:\n  guess_number: {max_guesses: 5}\ndata:\n  train: {dataset_name: guess_number, env_name: guess_number}",

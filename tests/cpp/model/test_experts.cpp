@@ -47,7 +47,7 @@ Result forward(const ModelConfig& c, const LayerParameters& p, const at::Tensor&
   r.kept.gate_up = at::empty({x.size(0), experts.kept().gate_up}, x.options());
   r.kept.latent = at::empty({x.size(0), experts.kept().latent}, x.options());
   r.kept.shared_gate_up = at::empty({x.size(0), experts.kept().shared_gate_up}, x.options());
-  experts.forward({c, 0, p, nullptr, {workspace}}, x, r.y, /*accumulate=*/false, r.kept, {{}, &workspace});
+  experts.forward({c, 0, p, nullptr, {workspace}}, x, r.y, /*accumulate=*/false, r.kept, workspace);
   return r;
 }
 

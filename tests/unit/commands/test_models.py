@@ -9,7 +9,7 @@ from nemo_rl_cpp.models.memory import forecast, forecast_text, with_known_sizes
 from nemo_rl_cpp.models.model_sizes import KNOWN_MODELS, known_model, model_sizes
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 
-# billions of parameters as the models' cards give them
+# billions of parameters as the models' cards give them; of Gemma 4 E2B and E4B, whose cards count the towers, too, those of the text
 PARAMETERS = {
     "SmolLM2-135M": 0.1345, "SmolLM2-360M": 0.3618, "SmolLM2-1.7B": 1.711, "TinyLlama-1.1B": 1.1, "Llama-3.2-1B": 1.236, "Llama-3.2-3B": 3.213,
     "Llama-3.1-8B": 8.03, "Mistral-7B": 7.248, "OLMo-2-0425-1B": 1.485, "OLMo-2-1124-7B": 7.299, "OLMo-2-1124-13B": 13.716, "Qwen2.5-0.5B": 0.494,
@@ -21,7 +21,7 @@ PARAMETERS = {
     "LFM2-8B-A1B": 8.34, "LFM2.5-8B-A1B": 8.467,
     "Ministral-3-3B": 3.429, "granite-3.3-2b-instruct": 2.534, "granite-4.0-350m": 0.352, "granite-4.0-h-350m": 0.340, "granite-4.0-h-1b": 1.462, "granite-4.0-micro": 3.403,
     "granite-4.0-h-micro": 3.191, "granite-4.0-h-tiny": 6.939, "granite-4.0-h-small": 32.21, "granite-3.1-1b-a400m-instruct": 1.335, "Phi-3.5-mini-instruct": 3.821, "Phi-4-mini-instruct": 3.836, "gemma-3-270m": 0.268, "gemma-3-1b": 1.0,
-    "gemma-3-4b": 3.884, "gemma-3-12b": 11.771, "gemma-3-27b": 27.016, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
+    "gemma-3-4b": 3.884, "gemma-3-12b": 11.771, "gemma-3-27b": 27.016, "gemma-4-E2B": 4.629, "gemma-4-E4B": 7.463, "gemma-4-31B": 30.7, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
     "Qwen3-30B-A3B": 30.53, "OLMoE-1B-7B-0924": 6.919, "Mixtral-8x7B": 46.70, "Qwen1.5-MoE-A2.7B": 14.32,
     "Qwen3.5-0.8B": 0.752, "Qwen3.5-9B": 8.954, "NVIDIA-Nemotron-Nano-9B-v2": 8.89, "NVIDIA-Nemotron-Nano-12B-v2": 12.31,
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6, "NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": 31.6, "NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": 31.6,

@@ -330,7 +330,7 @@ def _add_head_sizes(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
         size = config.get("global_head_dim", config["head_dim"])
         writer.add_key_length(size)
         writer.add_value_length(size)
-        if size != config["head_dim"] or "global_head_dim" in config:
+        if "global_head_dim" in config:
             writer.add_key_length_swa(config["head_dim"])
             writer.add_value_length_swa(config["head_dim"])
         return

@@ -22,6 +22,11 @@ LAYERS = {
         "sliding_window": 20, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 3,
         "use_double_wide_mlp": True, "global_head_dim": 32, "hidden_size_per_layer_input": 32,
     },
+    "gemma4_text with experts": {
+        "model_type": "gemma4_text", "sliding_window": 20, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32,
+    },
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 20},
     "mixtral": {"num_local_experts": 4, "intermediate_size": 64},

@@ -50,6 +50,7 @@ inline void set_experts(model::ModelConfig& c, const pybind11::dict& d) {
                                    e.renormalise, s["scale"].cast<double>(), s["epsilon"].cast<double>()};
   }
   get("block", e.block), get("router", e.router), get("gate", e.gate), get("up", e.up), get("down", e.down);
+  if (d.contains("beside_mlp")) get("beside_mlp", e.beside_mlp);
   for (const auto l : d["layers"].cast<std::vector<std::size_t>>()) c.layers.at(l).has_experts = true;
 }
 

@@ -38,6 +38,8 @@ LayerActivations buffers(const Decoder& decoder, std::int64_t l, std::int64_t pl
   a.gate_up = take(LayerSlot::gate_up, mlp.gate_up, S);
   if (mlp.shared_gate_up > 0) a.shared_gate_up = take(LayerSlot::shared_gate_up, mlp.shared_gate_up, S);
   if (mlp.latent > 0) a.latent = take(LayerSlot::latent, mlp.latent, S);
+  a.shared_branch = branch(mlp.has_branches, LayerSlot::shared_branch, LayerSlot::shared_branch_rstd);
+  a.experts_branch = branch(mlp.has_branches, LayerSlot::experts_branch, LayerSlot::experts_branch_rstd);
   if (kind.has_mixer) a.h_mid = take(LayerSlot::h_mid, c.hidden_size, A);
   if (!c.norms.before_mlp.empty()) a.rstd_mid = take(LayerSlot::rstd_mid, 1, A);
   a.mlp_branch = branch(!c.norms.after_mlp.empty(), LayerSlot::mlp_branch, LayerSlot::mlp_branch_rstd);

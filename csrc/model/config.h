@@ -67,7 +67,9 @@ struct ExpertsConfig {
   std::int64_t shared_size = 0;  ///< of the shared expert, an MLP for all tokens; 0: none
   bool shared_gate = true;       ///< a sigmoid gate multiplies the shared expert's output
   bool has_biases = false;       ///< the router and each expert's matrices have biases: gpt-oss
-  /// Names in the checkpoint of the expert block, its router, an expert's matrices, and the shared expert.
+  bool beside_mlp = false;       ///< the shared expert is the layer's MLP (experts_beside_mlp.h): Gemma 4
+  /// Names in the checkpoint of the expert block (empty: the layer itself), its router, an expert's matrices, and the
+  /// shared expert.
   std::string block = "mlp", router = "gate", gate = "gate_proj", up = "up_proj", down = "down_proj",
               shared = "shared_expert";
 };

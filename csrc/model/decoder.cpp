@@ -206,7 +206,7 @@ void Decoder::finish_layer(std::int64_t l, const at::Tensor& mixed, LayerActivat
   if (!has_mlp(l)) return;
   auto& workspace = s.context.workspace;
   mlp(l).ask_ahead(w);
-  const auto x = normalised(h, p.norm_before_mlp, a.rstd_mid, s.normed);
+  const auto x = mlp(l).reads_stream() ? h : normalised(h, p.norm_before_mlp, a.rstd_mid, s.normed);
   if (!h_out.is_same(h)) h_out.copy_(h);
   add_branch([&](const at::Tensor& y, bool accumulate) { mlp(l).forward(w, x, y, accumulate, a, workspace); },
              p.norm_after_mlp, a.mlp_branch, h_out, s);

@@ -83,12 +83,14 @@ void Decoder::backward_mlp(std::int64_t l, const LayerActivations& a, const at::
   const std::int64_t T = dh.size(0), D = config_.hidden_size;
   const auto& h = has_mixer(l) ? a.h_mid : a.h_in;
   const auto dy = branch_gradient(dh, a.mlp_branch, p.norm_after_mlp, g.norm_after_mlp, workspace);
+  const auto norm = mlp(l).reads_stream() ? at::Tensor() : p.norm_before_mlp;
   const auto x = [&] {
-    return normalised(h, p.norm_before_mlp, {}, workspace.take(Slot::normed, {T, D}, compute_dtype()));
+    if (mlp(l).reads_stream()) return h;
+    return normalised(h, norm, {}, workspace.take(Slot::normed, {T, D}, compute_dtype()));
   };
   const auto d_normed = workspace.take(Slot::d_normed, {T, D}, accumulate_dtype());
   mlp(l).backward(weights(l, {workspace}), x, dy, a, d_normed, grads, workspace, history.balance);
-  add_input_gradient(d_normed, h, p.norm_before_mlp, a.rstd_mid, dh, g.norm_before_mlp);
+  add_input_gradient(d_normed, h, norm, a.rstd_mid, dh, g.norm_before_mlp);
 }
 
 void Decoder::backward_mixer(std::int64_t l, const LayerActivations& a, const at::Tensor& positions,

@@ -85,11 +85,12 @@ std::vector<std::pair<std::int64_t, std::int64_t>> DecoderModel::trained_parts(s
                                                                                std::int64_t end) const {
   std::vector<std::pair<std::int64_t, std::int64_t>> parts;
   for (const auto& layer : decoder_.parameters().layers) {
-    const auto& router = layer.router_weight;
-    if (!routers_are_frozen_ || !router.defined()) continue;
-    const auto first = router.storage_offset() - compute().storage_offset();
-    if (const auto until = std::min(first, end); begin < until) parts.emplace_back(begin, until);
-    begin = std::max(begin, first + router.numel());
+    for (const auto* frozen : {&layer.router_scale, &layer.router_weight, &layer.expert_scale}) {  // in memory's order
+      if (!routers_are_frozen_ || !frozen->defined()) continue;
+      const auto first = frozen->storage_offset() - compute().storage_offset();
+      if (const auto until = std::min(first, end); begin < until) parts.emplace_back(begin, until);
+      begin = std::max(begin, first + frozen->numel());
+    }
   }
   if (begin < end) parts.emplace_back(begin, end);
   return parts;

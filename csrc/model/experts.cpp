@@ -28,8 +28,9 @@ std::vector<LayerTensor> Experts::tensors() const {
   const bool gated = kernels::has_gate(c_.activation);
   constexpr int kWhole = ParameterSpec::kWhole;
   std::vector<LayerTensor::Part> gate_up, down, gate_up_bias, down_bias;
+  const std::string block = e_.block.empty() ? "" : e_.block + ".";
   for (std::int64_t e = 0; e < e_.count; ++e) {
-    const std::string expert = e_.block + ".experts." + std::to_string(e) + ".";
+    const std::string expert = block + "experts." + std::to_string(e) + ".";
     if (gated) gate_up.push_back({expert + e_.gate + ".weight", I});
     gate_up.push_back({expert + e_.up + ".weight", I});
     down.push_back({expert + e_.down + ".weight", width()});
@@ -42,10 +43,11 @@ std::vector<LayerTensor> Experts::tensors() const {
   const auto add = [&](at::Tensor P::* field, std::vector<LayerTensor::Part> parts, std::int64_t columns) {
     all.push_back({field, std::move(parts), columns, kWhole, takes_adapters});
   };
-  const auto adapt = [&](const char* module) {  // PEFT's names
-    all.back().takes_adapters = true, all.back().experts_module = module;
+  const std::string module = block.empty() ? "experts" : "mlp.experts";  // PEFT's names
+  const auto adapt = [&](const std::string& name) {
+    all.back().takes_adapters = true, all.back().experts_module = name;
   };
-  const std::string router = e_.block + "." + e_.router;
+  const std::string router = block + e_.router;
   add(&P::router_weight, {{router + ".weight", e_.count}}, D);
   if (e_.has_biases) add(&P::router_bias, {{router + ".bias", e_.count}}, 0);
   if (e_.sigmoid) {
@@ -53,18 +55,18 @@ std::vector<LayerTensor> Experts::tensors() const {
     all.back().is_buffer = true;
   }
   if (e_.latent_size > 0) {
-    add(&P::latent_down, {{e_.block + ".fc1_latent_proj.weight", e_.latent_size}}, D);
-    add(&P::latent_up, {{e_.block + ".fc2_latent_proj.weight", D}}, e_.latent_size);
+    add(&P::latent_down, {{block + "fc1_latent_proj.weight", e_.latent_size}}, D);
+    add(&P::latent_up, {{block + "fc2_latent_proj.weight", D}}, e_.latent_size);
   }
   add(&P::experts_gate_up, std::move(gate_up), width());
-  adapt("mlp.experts.base_layer");
+  adapt(module + ".base_layer");
   if (e_.has_biases) add(&P::experts_gate_up_bias, std::move(gate_up_bias), 0);
   add(&P::experts_down, std::move(down), I);
-  adapt("mlp.experts");
+  adapt(module);
   if (e_.has_biases) add(&P::experts_down_bias, std::move(down_bias), 0);
   if (shared == 0) return all;
   takes_adapters = true;
-  const std::string name = e_.block + "." + e_.shared;
+  const std::string name = block + e_.shared;
   if (e_.shared_gate) add(&P::shared_gate_weight, {{name + "_gate.weight", 1}}, D);
   if (gated) add(&P::shared_gate_up, {{name + ".gate_proj.weight", shared}, {name + ".up_proj.weight", shared}}, D);
   else add(&P::shared_gate_up, {{name + ".up_proj.weight", shared}}, D);
@@ -107,10 +109,14 @@ Experts::Routes Experts::route(const LayerWeights& w, const at::Tensor& x, at::S
   Routes r{workspace.take(Slot::expert_logits, {T, e_.count}, sums),
            at::empty({T, e_.chosen}, x.options().dtype(at::kLong)),
            at::empty({T, e_.chosen}, options),
+           {},
            {}};
   w.forward(&LayerParameters::router_weight, x, w.tensors().router_bias, r.logits);
-  if (e_.sigmoid) ops::route_tokens_by_sigmoid(r.logits, w.tensors().choice_bias, *e_.sigmoid, r.expert, r.weight);
-  else ops::route_tokens(r.logits, e_.renormalise, r.expert, r.weight);
+  if (e_.sigmoid) ops::route_tokens_by_sigmoid(r.logits, w.tensors().choice_bias, *e_.sigmoid, r.expert, r.chosen);
+  else ops::route_tokens(r.logits, e_.renormalise, r.expert, r.chosen);
+  r.weight = r.chosen;
+  if (const auto& scale = w.tensors().expert_scale; scale.defined())
+    r.weight = r.chosen.mul(scale.index_select(0, r.expert.view(-1)).view_as(r.expert));
   r.groups = ops::group_by_expert(r.expert, e_.count);
   return r;
 }
@@ -137,7 +143,7 @@ void Experts::forward(const LayerWeights& w, const at::Tensor& x, const at::Tens
   } else {
     forward_experts(w, x, routes, y, accumulate, a, workspace);
   }
-  if (e_.shared_size > 0) forward_shared(w, x, y, a, workspace);
+  if (e_.shared_size > 0) add_shared(w, x, y, a, workspace);
 }
 
 /// [T, L] S: what latent experts read.
@@ -182,15 +188,20 @@ at::Tensor Experts::shared_gate(const LayerWeights& w, const at::Tensor& x, cons
 }
 
 /// y += the shared expert of x, times the sigmoid of the gate's logit if there is a gate.
+void Experts::add_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, const LayerActivations& a,
+                         Workspace& workspace) const {
+  const auto gate = shared_gate(w, x, y.options());
+  const auto out = workspace.take(Slot::shared_y, y.sizes(), y.scalar_type());
+  forward_shared(w, x, out, a, workspace);
+  ops::add_up_experts(out, {}, gate, 1, y, /*accumulate=*/true);
+}
+
+/// y = the shared expert of x, without a gate.
 void Experts::forward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, const LayerActivations& a,
                              Workspace& workspace) const {
-  const std::int64_t T = x.size(0), I = e_.shared_size;
-  const auto gate = shared_gate(w, x, y.options());
-  const auto act = workspace.take(Slot::expert_act, {T, I}, x.scalar_type()),
-             out = workspace.take(Slot::shared_y, y.sizes(), y.scalar_type());
+  const auto act = workspace.take(Slot::expert_act, {x.size(0), e_.shared_size}, x.scalar_type());
   w.gated_product(&LayerParameters::shared_gate_up, x, {}, a.shared_gate_up, act);
-  w.forward(&LayerParameters::shared_down, act, {}, out);
-  ops::add_up_experts(out, {}, gate, 1, y, /*accumulate=*/true);
+  w.forward(&LayerParameters::shared_down, act, {}, y);
 }
 
 void Experts::backward(const LayerWeights& w, const std::function<at::Tensor()>& x_of, const at::Tensor& dy,
@@ -214,8 +225,8 @@ void Experts::backward(const LayerWeights& w, const std::function<at::Tensor()>&
   } else {
     d_weight = backward_experts(w, x, routes, dy, a, d_x, grads, workspace);
   }
-  backward_router(w, x, routes, d_weight, d_x, grads, workspace, balance);
-  if (e_.shared_size > 0) backward_shared(w, x, dy, a, d_x, grads, workspace);
+  backward_router(w, x, routes, d_weight, d_x, /*accumulate=*/true, grads, workspace, balance);
+  if (e_.shared_size > 0) backward_shared(w, x, dy, a, d_x, /*accumulate=*/true, grads, workspace);
 }
 
 /// d_x = the gradient through the chosen experts of x. Returns that of their weights, [T · k] A.
@@ -282,26 +293,33 @@ void Experts::backward_down_bias(const LayerWeights& w, const at::Tensor& dy_row
                   [&](std::int64_t e, const auto& of) { ops::add_column_sums(of(rows), rows_of(d_bias, e, D)); });
 }
 
-/// d_x += the gradient through the weights of the chosen experts.
+/// d_x (+)= the gradient through the weights of the chosen experts.
 void Experts::backward_router(const LayerWeights& w, const at::Tensor& x, const Routes& routes,
-                              const at::Tensor& d_weight, const at::Tensor& d_x, const LayerGradients& grads,
-                              Workspace& workspace, ops::ExpertBalance* balance) const {
+                              const at::Tensor& d_weight, const at::Tensor& d_x, bool accumulate,
+                              const LayerGradients& grads, Workspace& workspace, ops::ExpertBalance* balance) const {
   const auto d_logits = at::empty_like(routes.logits),
              dy = workspace.take(Slot::expert_d_logits, routes.logits.sizes(), x.scalar_type());
+  auto d_chosen = d_weight;
+  if (const auto& scale = w.tensors().expert_scale; scale.defined()) {
+    const auto expert = routes.expert.view(-1);
+    if (const auto& d_scale = grads.dense().expert_scale; d_scale.defined())
+      const_cast<at::Tensor&>(d_scale).index_add_(0, expert, d_weight.mul(routes.chosen.view(-1)));
+    d_chosen = d_weight.mul(scale.index_select(0, expert));
+  }
   if (e_.sigmoid)
-    ops::route_tokens_by_sigmoid_backward(routes.logits, *e_.sigmoid, routes.expert, routes.weight, d_weight, d_logits);
-  else ops::route_tokens_backward(routes.logits, e_.renormalise, routes.expert, routes.weight, d_weight, d_logits);
+    ops::route_tokens_by_sigmoid_backward(routes.logits, *e_.sigmoid, routes.expert, routes.chosen, d_chosen, d_logits);
+  else ops::route_tokens_backward(routes.logits, e_.renormalise, routes.expert, routes.chosen, d_chosen, d_logits);
   if (balance != nullptr) ops::balance_experts(routes.logits, routes.expert, *balance, d_logits);
   dy.copy_(d_logits);
   if (grads.wants(&LayerParameters::router_weight)) grads.add(&LayerParameters::router_weight, dy, x, workspace);
   if (const auto& bias = grads.dense().router_bias; bias.defined()) ops::add_column_sums(dy, bias);
-  w.backward_input(&LayerParameters::router_weight, dy, d_x, /*accumulate=*/true);
+  w.backward_input(&LayerParameters::router_weight, dy, d_x, accumulate);
 }
 
-/// d_x += the gradient through the shared expert and its gate.
+/// d_x (+)= the gradient through the shared expert and its gate.
 void Experts::backward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& dy,
-                              const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads,
-                              Workspace& workspace) const {
+                              const LayerActivations& a, const at::Tensor& d_x, bool accumulate,
+                              const LayerGradients& grads, Workspace& workspace) const {
   const std::int64_t T = dy.size(0), I = e_.shared_size;
   const auto S = dy.scalar_type();
   const auto gate = shared_gate(w, x, d_x.options()), d_gate = at::empty({T, 1}, d_x.options());
@@ -318,7 +336,7 @@ void Experts::backward_shared(const LayerWeights& w, const at::Tensor& x, const 
   ops::swiglu_backward(d_act, a.shared_gate_up, d_gate_up, c_.activation);
   if (grads.wants(&LayerParameters::shared_gate_up))
     grads.add(&LayerParameters::shared_gate_up, d_gate_up, x, workspace);
-  w.backward_input(&LayerParameters::shared_gate_up, d_gate_up, d_x, /*accumulate=*/true);
+  w.backward_input(&LayerParameters::shared_gate_up, d_gate_up, d_x, accumulate);
   if (!e_.shared_gate) return;
   ops::sigmoid_gate_backward(gate, d_gate);
   const auto d_logit = at::empty({T, 1}, dy.options()).copy_(d_gate);

@@ -8,7 +8,7 @@
 
 namespace nemo_rl::model {
 
-class Experts : public Mlp {
+class Experts : public Mlp {  // ExpertsBesideMlp overrides what the two do differently
  public:
   explicit Experts(const ModelConfig& config);
   std::vector<LayerTensor> tensors() const override;
@@ -21,11 +21,12 @@ class Experts : public Mlp {
                 const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads, Workspace& workspace,
                 ops::ExpertBalance* balance) const override;
 
- private:
+ protected:
   struct Routes {
     at::Tensor logits;  ///< [T, E] A
     at::Tensor expert;  ///< [T, k]
-    at::Tensor weight;  ///< [T, k] A
+    at::Tensor chosen;  ///< [T, k] A: the router's weights
+    at::Tensor weight;  ///< [T, k] A: the same times expert_scale, if there is one
     ops::ExpertGroups groups;
   };
   Routes route(const LayerWeights& w, const at::Tensor& x, at::ScalarType sums, Workspace& workspace) const;
@@ -35,19 +36,26 @@ class Experts : public Mlp {
   at::Tensor backward_experts(const LayerWeights& w, const at::Tensor& x, const Routes& routes, const at::Tensor& dy,
                               const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads,
                               Workspace& workspace) const;
+  void forward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, const LayerActivations& a,
+                      Workspace& workspace) const;
+  void backward_router(const LayerWeights& w, const at::Tensor& x, const Routes& routes, const at::Tensor& d_weight,
+                       const at::Tensor& d_x, bool accumulate, const LayerGradients& grads, Workspace& workspace,
+                       ops::ExpertBalance* balance) const;
+  void backward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& dy, const LayerActivations& a,
+                       const at::Tensor& d_x, bool accumulate, const LayerGradients& grads, Workspace& workspace) const;
+
+  ModelConfig c_;
+  ExpertsConfig e_;
+
+ private:
   template <class F>
   void for_each_expert(const ops::ExpertGroups& groups, const F& f) const;
   at::Tensor shared_gate(const LayerWeights& w, const at::Tensor& x, const at::TensorOptions& sums) const;
-  void forward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, const LayerActivations& a,
-                      Workspace& workspace) const;
+  void add_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, const LayerActivations& a,
+                  Workspace& workspace) const;
   void backward_down_bias(const LayerWeights& w, const at::Tensor& dy_rows, const at::Tensor& weight,
                           const ops::ExpertGroups& groups, const at::Tensor& d_weight, const at::Tensor& d_bias,
                           Workspace& workspace) const;
-  void backward_router(const LayerWeights& w, const at::Tensor& x, const Routes& routes, const at::Tensor& d_weight,
-                       const at::Tensor& d_x, const LayerGradients& grads, Workspace& workspace,
-                       ops::ExpertBalance* balance) const;
-  void backward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& dy, const LayerActivations& a,
-                       const at::Tensor& d_x, const LayerGradients& grads, Workspace& workspace) const;
   /// Columns that an expert reads and writes.
   std::int64_t width() const { return e_.latent_size > 0 ? e_.latent_size : c_.hidden_size; }
   /// Rows of an expert's first matrix.
@@ -55,9 +63,6 @@ class Experts : public Mlp {
   /// The matrices of expert `e`.
   MatrixRows gate_up(std::int64_t e) const;
   MatrixRows down(std::int64_t e) const;
-
-  ModelConfig c_;
-  ExpertsConfig e_;
 };
 
 }  // namespace nemo_rl::model

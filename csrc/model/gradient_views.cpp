@@ -50,7 +50,7 @@ GradientViews::GradientViews(const ModelConfig& config, const ParameterLayout& l
                              bool without_routers)
     : dense_(config, layout, std::move(flat)) {
   if (without_routers)
-    for (auto& layer : dense_.layers) layer.router_weight = at::Tensor();
+    for (auto& layer : dense_.layers) layer.router_scale = layer.router_weight = layer.expert_scale = at::Tensor();
 }
 
 GradientViews::GradientViews(const ModelConfig& config, const ParameterLayout& layout, const at::Tensor& flat,

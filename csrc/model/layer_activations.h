@@ -30,13 +30,15 @@ struct LayerActivations {
                               ///< without gates I in place of 2I
   at::Tensor shared_gate_up;  ///< [T, 2I] S of the shared expert
   at::Tensor latent;          ///< [T, L] S: the sum of latent experts
+  Branch shared_branch;       ///< output of an MLP that has experts beside it, before its norm
+  Branch experts_branch;      ///< output of these experts, before its norm
   Branch mlp_branch;          ///< output of the MLP, before its norm
   at::Tensor h_per_layer;     ///< [T, D] A: the residual stream before the branch of per-layer inputs
   at::Tensor per_layer;       ///< [T, 2P] S: its gates, and the inputs that they multiply
   Branch per_layer_branch;    ///< its output, before its norm
 
   /// All tensors, some undefined; each is contiguous, with one row per token.
-  std::array<at::Tensor, 22> all() const {
+  std::array<at::Tensor, 26> all() const {
     return {h_in,
             rstd_in,
             qkv_raw,
@@ -53,6 +55,10 @@ struct LayerActivations {
             gate_up,
             shared_gate_up,
             latent,
+            shared_branch.out,
+            shared_branch.rstd,
+            experts_branch.out,
+            experts_branch.rstd,
             mlp_branch.out,
             mlp_branch.rstd,
             h_per_layer,

@@ -1,6 +1,6 @@
 #include "model/mlp.h"
 
-#include "model/experts.h"
+#include "model/experts_beside_mlp.h"
 #include "ops/embedding.h"
 #include "ops/swiglu.h"
 #include "runtime/tensor.h"
@@ -80,6 +80,7 @@ class DenseMlp : public Mlp {
 std::unique_ptr<Mlp> mlp_of(const ModelConfig& config, std::int64_t l) {
   const auto& layer = config.layers[static_cast<std::size_t>(l)];
   if (!layer.has_mlp) return nullptr;
+  if (layer.has_experts && config.experts.beside_mlp) return std::make_unique<ExpertsBesideMlp>(config);
   if (layer.has_experts) return std::make_unique<Experts>(config);
   return std::make_unique<DenseMlp>(config.of_layer(l));
 }

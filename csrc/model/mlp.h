@@ -24,8 +24,11 @@ class Mlp {
     std::int64_t gate_up = 0;         ///< columns of LayerActivations::gate_up
     std::int64_t shared_gate_up = 0;  ///< of LayerActivations::shared_gate_up
     std::int64_t latent = 0;          ///< of LayerActivations::latent
+    bool has_branches = false;        ///< LayerActivations::shared_branch and experts_branch
   };
   virtual Kept kept() const = 0;
+  /// Whether x is the residual stream [T, D] A itself, which the MLP normalises, instead of its norm.
+  virtual bool reads_stream() const { return false; }
   virtual void pack(const LayerWeights& w, ops::PackedWeights& packed) const = 0;
   /// Prefetches the weights that `forward` reads first.
   virtual void ask_ahead(const LayerWeights& w) const = 0;

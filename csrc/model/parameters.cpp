@@ -20,7 +20,7 @@ constexpr auto kEmbedding = "model.embed_tokens.weight", kFinalNorm = "model.nor
                kValueHead = "score.weight", kPerLayerEmbedding = "model.embed_tokens_per_layer.weight",
                kPerLayerProjection = "model.per_layer_model_projection.weight",
                kPerLayerNorm = "model.per_layer_projection_norm.weight", kLoraA = ".lora_A.weight",
-               kLoraB = ".lora_B.weight", kExperts = "mlp.experts.weight";
+               kLoraB = ".lora_B.weight";
 
 class LayoutBuilder {
  public:
@@ -225,8 +225,10 @@ ParameterLayout::ParameterLayout(const ModelConfig& c, const LoraConfig& lora) {
     for (const auto& tensor : layer_tensors(c, l)) {
       if (tensor.columns == 0 || !tensor.takes_adapters) continue;
       if (!tensor.experts_module.empty()) {
-        if (!wanted.contains(layer_prefix(l) + kExperts)) continue;
-        unknown.erase(layer_prefix(l) + kExperts);
+        const auto& module = tensor.experts_module;
+        const auto name = layer_prefix(l) + module.substr(0, module.find(".base_layer")) + ".weight";
+        if (!wanted.contains(name)) continue;
+        unknown.erase(name);
         add_experts(l, tensor);
         continue;
       }

@@ -49,8 +49,10 @@ struct LayerParameters {
   at::Tensor gate_up_bias;           ///< [2I]
   at::Tensor down_weight;            ///< [D, I]
   at::Tensor down_bias;              ///< [D]
+  at::Tensor router_scale;           ///< [D] of the norm of a router's input (experts_beside_mlp.h)
   at::Tensor router_weight;          ///< [E, D]
   at::Tensor router_bias;            ///< [E]
+  at::Tensor expert_scale;           ///< [E]: multiplies the experts' weights
   at::Tensor choice_bias;            ///< [E] A of a sigmoid router, a buffer
   at::Tensor load;                   ///< [E] int64: tokens that chose each expert in backward passes, no parameter
   at::Tensor latent_down;            ///< [L, D]: the stream's projection for latent experts, which have L in place of D
@@ -62,6 +64,9 @@ struct LayerParameters {
   at::Tensor shared_gate_weight;     ///< [1, D]
   at::Tensor shared_gate_up;         ///< [2I, D], I of the shared expert, or [I, D]
   at::Tensor shared_down;            ///< [D, I]
+  at::Tensor norm_before_experts;    ///< [D] of experts beside an MLP (experts_beside_mlp.h)
+  at::Tensor norm_after_experts;     ///< [D]
+  at::Tensor norm_after_shared;      ///< [D]
   at::Tensor norm_after_mlp;         ///< [D]
   at::Tensor per_layer_gate;         ///< [P, D] (per_layer_input.h)
   at::Tensor per_layer_projection;   ///< [D, P]

@@ -49,7 +49,10 @@ enum class Slot {
   latent_x,         ///< [T, L] what latent experts read
   latent_y,         ///< [T, L] their sum, or the gradient of latent_x
   latent_dy,        ///< [T, L] gradients in the compute type
-  shared_y,         ///< [T, D] output of the shared expert, or the gradient of its input
+  shared_y,         ///< [T, D] output of the shared expert
+  experts_out,      ///< [T, D] output of experts beside an MLP
+  d_inner,          ///< [T, D] gradient of the output or of the input of one of the two
+  dy_inner,         ///< [T, D] the same in the compute type
   adapter_x,        ///< [T, parts · dim] a matrix's input times the A of its adapters
   adapter_input,    ///< [T, in] a matrix's input in the accumulation type
   adapter_inner,    ///< [T, parts · dim] the same times A
@@ -86,6 +89,10 @@ enum class LayerSlot {
   gate_up,
   shared_gate_up,
   latent,
+  shared_branch,
+  shared_branch_rstd,
+  experts_branch,
+  experts_branch_rstd,
   mlp_branch,
   mlp_branch_rstd,
   h_per_layer,

@@ -53,7 +53,15 @@ def test_killed_and_resumed_grpo_run_is_bit_identical_to_an_uninterrupted_run(ch
 
 
 @pytest.mark.parametrize(
-    "model", ["nemotron_h with experts", "qwen3_5_moe_text", "deepseek_v3", "lfm2_moe", "gemma4_text"]
+    "model",
+    [
+        "nemotron_h with experts",
+        "qwen3_5_moe_text",
+        "deepseek_v3",
+        "lfm2_moe",
+        "gemma4_text",
+        "gemma4_text with experts",
+    ],
 )
 def test_killed_and_resumed_run_is_bit_identical_to_an_uninterrupted_run_for_other_architectures(check, model):
     shape = tiny.shaped({"model_type": model.partition(" ")[0]} | LAYERS[model])

@@ -124,6 +124,10 @@ def configurations() -> dict:
         "gemma4_without_inputs": hf.Gemma4TextConfig(
             **gemma4 | dict(hidden_size_per_layer_input=0, num_key_value_heads=4), attention_k_eq_v=True, num_global_key_value_heads=2,
         ),
+        "gemma4_experts": hf.Gemma4TextConfig(
+            **gemma4 | dict(hidden_size_per_layer_input=0, num_key_value_heads=4, num_hidden_layers=4, layer_types=gemma4["layer_types"][:4]),
+            attention_k_eq_v=True, num_global_key_value_heads=2, enable_moe_block=True, num_experts=6, top_k_experts=3, moe_intermediate_size=24,
+        ),
         "olmo2": hf.Olmo2Config(**{**BASE, "hidden_size": 64}),
         "olmo2_gelu": hf.Olmo2Config(**{**BASE, "hidden_size": 64}, hidden_act="gelu_pytorch_tanh"),
         "qwen3_tied": hf.Qwen3Config(**BASE, head_dim=32, tie_word_embeddings=True),

@@ -28,7 +28,7 @@ CHANGES = {
     "gemma2": dict(query_pre_attn_scalar=16, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2),
     "gemma3": dict(query_pre_attn_scalar=16, final_logit_softcapping=2.0, num_hidden_layers=7, layer_types=KINDS),
     "gemma4": dict(num_kv_shared_layers=2),
-    "gemma4_without_inputs": dict(final_logit_softcapping=1.0),
+    **dict.fromkeys(("gemma4_without_inputs", "gemma4_experts"), dict(final_logit_softcapping=1.0)),
     "smollm3": dict(num_hidden_layers=5, no_rope_layers=[1, 1, 1, 0, 1], layer_types=["full_attention"] * 5),
     **dict.fromkeys(("mistral_window", "qwen3_windows", "mixtral_window", "phi3"), dict(sliding_window=70)),
     "olmo3": dict(sliding_window=9, rope_parameters={**models.configurations()["olmo3"].rope_parameters, "sliding_attention": dict(rope_type="default", rope_theta=10000.0)}),

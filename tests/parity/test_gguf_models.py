@@ -128,6 +128,10 @@ GEMMA_4 = SIZES | dict(
     model_type="gemma4_text", num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2, global_head_dim=32,
     hidden_size_per_layer_input=32, use_double_wide_mlp=True,
 )  # fmt: skip
+GEMMA_4_EXPERTS = SIZES | dict(
+    model_type="gemma4_text", layer_types=["sliding_attention", "full_attention"], global_head_dim=32, hidden_size_per_layer_input=0, attention_k_eq_v=True,
+    num_global_key_value_heads=1, enable_moe_block=True, num_experts=3, top_k_experts=2, moe_intermediate_size=32,
+)  # fmt: skip
 GPT_OSS = SIZES | dict(model_type="gpt_oss", intermediate_size=32, num_local_experts=3, num_experts_per_tok=2)
 
 
@@ -171,8 +175,8 @@ def test_quantised_base_model_keeps_the_quantised_blocks_of_a_gguf_file_unchange
 
 @pytest.mark.parametrize(
     "sizes",
-    [RECURRENT, QWEN3_NEXT, GRANITE_4, DEEPSEEK, GEMMA_4, NEMOTRON_H, GPT_OSS],
-    ids=lambda sizes: sizes["model_type"],
+    [RECURRENT, QWEN3_NEXT, GRANITE_4, DEEPSEEK, GEMMA_4, GEMMA_4_EXPERTS, NEMOTRON_H, GPT_OSS],
+    ids=lambda sizes: sizes["model_type"] + " with experts" * ("enable_moe_block" in sizes),
 )
 def test_quantised_recurrent_layers_and_experts_keep_the_quantised_blocks_of_a_gguf_file_unchanged(sizes, tmp_path):
     folder, file = folder_of_blocks(tmp_path / "folder", sizes), tmp_path / "model.gguf"
@@ -213,6 +217,25 @@ def rewritten(file, target, *left_out, change=lambda writer: None, mxfp4=Mapping
     writer.write_tensors_to_file()
     writer.close()
     return target
+
+
+@pytest.mark.parametrize("sizes", [GEMMA_4_EXPERTS, RECURRENT], ids=lambda sizes: sizes["model_type"])
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_gguf_file_with_gate_and_up_of_experts_in_one_tensor_gives_the_same_weights(kind, sizes, tmp_path):
+    file = tmp_path / "model.gguf"
+    export_gguf(folder_of_blocks(tmp_path / "folder", sizes), file, kind)
+    tensors = {each.name: each for each in gguf.GGUFReader(file).tensors}
+    apart = [f"blk.{layer}.ffn_{matrix}_exps." for layer in range(2) for matrix in ("gate", "up")]
+
+    def change(writer):
+        for gate, up in zip(apart[::2], apart[1::2]):
+            both = [tensors[f"{name}weight"] for name in (gate, up)]
+            rows = np.concatenate([each.data for each in both], axis=1)
+            writer.add_tensor(f"{gate.replace('gate', 'gate_up')}weight", rows, raw_dtype=both[0].tensor_type)
+
+    fused = rewritten(file, tmp_path / "fused.gguf", *apart, change=change)
+    expected, found = (weights_of(resolve_model(path)) for path in (file, fused))
+    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 def test_multi_token_prediction_layers_of_a_gguf_file_are_ignored(tmp_path):

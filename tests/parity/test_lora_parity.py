@@ -78,7 +78,12 @@ GRANITE_4 = [
     ("granite_4_experts", "all"),
     ("granite_4_experts", "experts"),
 ]
-GEMMA_4 = [("gemma4", "all"), ("gemma4_without_inputs", "all")]
+GEMMA_4 = [
+    ("gemma4", "all"),
+    ("gemma4_without_inputs", "all"),
+    ("gemma4_experts", "all"),
+    ("gemma4_experts", "experts"),
+]
 LFM2 = [("lfm2", "all"), ("lfm2_other_layers", "LFM2"), ("lfm2_moe", "all"), ("lfm2_moe", "LFM2")]
 MIXTURES = [*DEFAULT_ROPE, "deepseek_v3", "gpt_oss"]
 

@@ -32,7 +32,9 @@ LATENT = {
     "num_key_value_heads": 4, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24, "kv_lora_rank": 32, "q_lora_rank": 32,
     "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
-SIZES = RECURRENT | {"deepseek_v3": LATENT, "glm4_moe_lite": LATENT, "gemma4_text": LAYERS["gemma4_text"]}
+OF_GEMMA_4 = ("gemma4_text", "gemma4_text with experts")
+SIZES = RECURRENT | {"deepseek_v3": LATENT, "glm4_moe_lite": LATENT} | {name: LAYERS[name] for name in OF_GEMMA_4}
+FAMILIES = [*SUPPORTED_ARCHITECTURES, OF_GEMMA_4[1]]
 
 
 def gap(family: str, precision: str, way: str, device: str) -> tuple[float, float]:
@@ -44,11 +46,12 @@ def gap(family: str, precision: str, way: str, device: str) -> tuple[float, floa
         "policy.dtensor_cfg.lora_cfg.match_all_linear=false",
         "policy.dtensor_cfg.lora_cfg.target_modules=['*proj*','*.experts']",
     )
-    more = experts if "LoRA" in way and SUPPORTED_ARCHITECTURES[family].experts else ()
+    model_type = family.partition(" ")[0]
+    more = experts if "LoRA" in way and SUPPORTED_ARCHITECTURES[model_type].experts and family != OF_GEMMA_4[0] else ()
     more += tuple(f"++policy.hf_config_overrides.{key}={value}" for key, value in SIZES.get(family, {}).items())
     with tempfile.TemporaryDirectory() as folder:
         run = tiny.make(
-            Path(folder), *tiny.SMALL, "grpo.max_num_steps=2", *WAYS[way], *more, f"++policy.hf_config_overrides.model_type={family}",
+            Path(folder), *tiny.SMALL, "grpo.max_num_steps=2", *WAYS[way], *more, f"++policy.hf_config_overrides.model_type={model_type}",
             f"policy.precision={precision}", f"cluster.device={device}",
         )  # fmt: skip
         with run:
@@ -60,14 +63,18 @@ def gap(family: str, precision: str, way: str, device: str) -> tuple[float, floa
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--only", nargs="+", choices=SUPPORTED_ARCHITECTURES, default=list(SUPPORTED_ARCHITECTURES))
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
     for family in arguments.only:
         for precision in ("float32", "bfloat16"):
             for way in WAYS:
-                if arguments.device == "cuda" and "over" in way and SUPPORTED_ARCHITECTURES[family].experts:
+                if (
+                    arguments.device == "cuda"
+                    and "over" in way
+                    and SUPPORTED_ARCHITECTURES[family.partition(" ")[0]].experts
+                ):
                     continue  # experts in blocks are read on the CPU only
                 try:
                     error, largest = gap(family, precision, way, arguments.device)

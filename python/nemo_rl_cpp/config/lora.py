@@ -140,7 +140,7 @@ class LayerKinds:
         latent_queries: whether queries are also computed from a low-dimensional vector.
         experts: the indices of the layers with experts. They have no MLP, but may have a shared expert.
         shared: the module name of the shared expert in these layers: shared_expert if it has a gate, otherwise
-            shared_experts; empty: they have none.
+            shared_experts, or mlp in Gemma 4, where it does not lie in the module of the experts; empty: they have none.
         mlps: in Nemotron-H, whose layers have a mixer or an MLP (without a gate), the indices of the layers with an
             MLP or experts; None for other models, in which every layer has a mixer (such as attention) and an MLP.
         keyless: the indices of the layers that read the keys and values of an earlier layer (Gemma 4).
@@ -211,6 +211,8 @@ class LayerKinds:
         """Return the full module name of the matrix `name` (a key of MATRICES) in a layer."""
         shared = f"{self.shared}." if layer in self.experts and name in _OF_AN_MLP else ""
         block = MATRICES[name] if self.mlps is None else "mixer"
+        if self.shared == "mlp":
+            block, shared = "" if name == "experts" else block, ""
         block = "mamba" if self.mamba and block == "linear_attn" else block
         if self.gated_conv:
             block, name = _LFM2_BLOCKS.get(block, block), LFM2.get(name, name)

@@ -85,6 +85,7 @@ RECURRENT_AND_EXPERTS = {
 """Optional keys of files of models with recurrent layers, experts or latent attention -> keys of config.json."""
 RENAMED = {
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3"), {"num_dense_layers": "first_k_dense_replace"}),
+    "gemma4_text": {"num_experts_per_tok": "top_k_experts"},
     "granitemoehybrid": {
         "linear_conv_kernel_dim": "mamba_d_conv", "linear_key_head_dim": "mamba_d_state", "linear_num_key_heads": "mamba_n_groups",
         "linear_num_value_heads": "mamba_n_heads", "linear_value_head_dim": "mamba_d_head",
@@ -219,6 +220,7 @@ def _add_gemma4(reader: GGUFReader, config: dict[str, Plain]) -> None:
     bases = [_short(value(reader, f"{{arch}}.rope.freq_base{kind}", 10000.0)) for kind in ("", "_swa")]
     part = float((factors == 1).sum() / len(factors))
     config |= {
+        "enable_moe_block": "num_experts" in config,
         "head_dim": int(value(reader, "{arch}.attention.key_length_swa")),
         "global_head_dim": int(value(reader, "{arch}.attention.key_length")),
         "num_global_key_value_heads": int(heads[full]) if isinstance(heads, Sequence) else None,
@@ -231,10 +233,6 @@ def _add_gemma4(reader: GGUFReader, config: dict[str, Plain]) -> None:
             "sliding_attention": {"rope_type": "default", "rope_theta": bases[1]},
         },
     }
-    if (value(reader, "{arch}.expert_count") or 0) > 0:
-        raise UnsupportedGgufError(
-            "the GGUF file holds a Gemma 4 with experts, which is not read; E2B, E4B and 31B are"
-        )
 
 
 def model_config(reader: GGUFReader) -> dict[str, Plain]:

@@ -78,7 +78,8 @@ class Experts(NamedTuple):
     """The keys of config.json and the tensor names for the mixture of experts of a model_type.
 
     Attributes:
-        count, width: keys of the number of experts and of each expert's intermediate size.
+        count, width, chosen: keys of the number of experts, of each expert's intermediate size, and of the number of
+            experts that process a token.
         renormalise: key that sets whether the weights of a token's experts are scaled to sum to 1; None: always.
         shared: key of the intermediate size of the shared expert, an MLP that processes all tokens; or
             n_shared_experts, by which the experts' intermediate size is multiplied. None: no shared expert.
@@ -86,8 +87,9 @@ class Experts(NamedTuple):
         has_biases: router and experts have biases.
         sigmoid: the router's scores are sigmoids, and a bias is added to them for choosing experts.
         epsilon: added to the sum by which a sigmoid router divides the scores of chosen experts.
-        block, router, gate, up, down: checkpoint names of a layer's expert block, of its router, and of an expert's
-            matrices."""
+        beside_mlp: the shared expert is the layer's MLP, and both have separate norms (Gemma 4).
+        block, router, gate, up, down: checkpoint names of a layer's expert block (empty: the layer itself), of its
+            router, and of an expert's matrices."""
 
     count: str = "num_experts"
     width: str = "moe_intermediate_size"
@@ -97,6 +99,8 @@ class Experts(NamedTuple):
     has_biases: bool = False
     sigmoid: bool = False
     epsilon: float = 1e-20
+    chosen: str = "num_experts_per_tok"
+    beside_mlp: bool = False
     block: str = "mlp"
     router: str = "gate"
     gate: str = "gate_proj"
@@ -106,7 +110,7 @@ class Experts(NamedTuple):
     @property
     def sizes(self) -> tuple[str, ...]:
         groups = ("n_group", "topk_group") if self.sigmoid else ()
-        return (self.count, "num_experts_per_tok", self.width, *([self.shared] if self.shared else []), *groups)
+        return (self.count, self.chosen, self.width, *([self.shared] if self.shared else []), *groups)
 
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -118,9 +122,10 @@ DENSE_LAYERS = ("first_k_dense_replace", "num_dense_layers")
 
 
 def has_experts(form: Mapping[str, Plain]) -> bool:
-    """Return whether the model of the config.json `form` has experts: not if hybrid_override_pattern has no E, or
-    num_local_experts is 0."""
-    return "E" in str(form.get("hybrid_override_pattern", "E")) and form.get("num_local_experts") != 0
+    """Return whether the model of the config.json `form` has experts: not if hybrid_override_pattern has no E,
+    num_local_experts is 0, or enable_moe_block is false."""
+    has_pattern = "E" in str(form.get("hybrid_override_pattern", "E"))
+    return has_pattern and form.get("num_local_experts") != 0 and bool(form.get("enable_moe_block", True))
 
 
 def layers_with_experts(form: Form) -> list[int]:
@@ -321,6 +326,7 @@ SUPPORTED_ARCHITECTURES = {
         "Gemma4Text", _DEFAULTS["gemma4_text"], biases=(), qk_norm="head", activation="hidden_activation",
         layer_types=lambda form: form["layer_types"], norms=AROUND,
         rope_theta=1000000.0, local_rope=(None, 10000.0), rope_section=_GEMMA4_ROPE, factors=_gemma4_factors, only={"attention_bias": False},
+        experts=Experts(chosen="top_k_experts", renormalise=None, shared="intermediate_size", shared_gate=False, beside_mlp=True, block="", router="router.proj"),
     ),
     "qwen3_moe": Architecture(
         "Qwen3Moe", _DEFAULTS["qwen3_moe"], qk_norm="head", experts=Experts(),

@@ -38,12 +38,7 @@ def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
 
 
 def check(form: Mapping[str, Plain]) -> None:
-    """Raise ModelFolderError for invalid sizes in the canonical config.json `form`, and for a mixture of experts."""
-    if form["enable_moe_block"]:
-        raise ModelFolderError(
-            "enable_moe_block is true, which is not supported: the native core computes Gemma 4 without experts (E2B, E4B, 31B); "
-            "set policy.backend to hf"
-        )
+    """Raise ModelFolderError for invalid sizes in the canonical config.json `form`."""
     if form["use_bidirectional_attention"] == "all":
         raise ModelFolderError(
             "use_bidirectional_attention is 'all', which is not supported: causal attention was expected"
@@ -67,6 +62,8 @@ def check(form: Mapping[str, Plain]) -> None:
     expect(
         not inputs or rows == form["vocab_size"], "vocab_size_per_layer_input", rows, f"vocab_size {form['vocab_size']}"
     )
+    if form["enable_moe_block"] and form["use_double_wide_mlp"] and shared:
+        raise ModelFolderError("use_double_wide_mlp is true, which is not supported in a model with experts")
     kinds = form["layer_types"]
     fits = is_whole(shared, 0) and shared < layers and set(kinds[layers - shared :]) <= set(kinds[: layers - shared])
     expect(fits, "num_kv_shared_layers", shared, "a number of layers that leaves one of each kind before them")

@@ -107,6 +107,15 @@ def split_latent(config: Mapping[str, Plain], name: str, values: np.ndarray) -> 
     return dict(zip(file_names(name), map(np.ascontiguousarray, (keys.swapaxes(1, 2), values)), strict=True))
 
 
+_GEMMA4_NAMES = {
+    "experts.gate_proj.weight": "ffn_gate_exps.weight",
+    "experts.up_proj.weight": "ffn_up_exps.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+}
+"""Names in llama.cpp of tensors of Gemma 4's layers that the package gguf does not map."""
+
+
 def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
     """Return {name of a parameter in the model folder: name in llama.cpp}. A layer's experts share one name."""
     architecture = family_of(config).architecture
@@ -128,7 +137,12 @@ def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
         others |= dict.fromkeys(("in_proj_b.", "in_proj_a."), "in_proj_ba.")
     for ours, theirs in others.items():
         spelt = {name: spelling.replace(ours, theirs) for name, spelling in spelt.items()}
-    return {name: known.get_name(spelling, try_suffixes=(".weight", ".bias")) for name, spelling in spelt.items()}
+    found = {name: known.get_name(spelling, try_suffixes=(".weight", ".bias")) for name, spelling in spelt.items()}
+    if architecture == "gemma4":
+        for name in (name for name, there in found.items() if there is None):
+            layer, part = re.sub(r"experts\.\d+", "experts", name).removeprefix("model.layers.").split(".", 1)
+            found[name] = f"blk.{layer}.{_GEMMA4_NAMES[part]}"
+    return found
 
 
 def stored_names(config: Mapping[str, Plain]) -> dict[str, list[str]]:
@@ -177,6 +191,9 @@ class LinkedTensors:
                 halves.setdefault(re.sub(r"\b[kv]_b_proj", "kv_b_proj", found), {})[found] = (dtype, shape, begin, end)
                 continue
             names = [fused] if (fused := self._fused(there)) else stored.get(there, [there])
+            if there.endswith(".ffn_gate_up_exps.weight"):  # of each expert the rows of gate, then those of up
+                pairs = zip(*(stored[there.replace("gate_up", matrix)] for matrix in ("gate", "up")), strict=True)
+                names, shape = [name for pair in pairs for name in pair], [2 * shape[0], shape[1] // 2, shape[2]]
             each, own = (end - begin) // len(names), shape if len(names) == 1 else shape[1:]
             for index, name in enumerate(names):
                 known = shapes.get(name, own)

@@ -285,11 +285,11 @@ def _check(form: Mapping[str, Plain]) -> None:
 def _check_experts(form: Mapping[str, Plain], experts: Experts) -> None:
     latent = ["moe_latent_size"] if form.get("moe_latent_size") is not None else []
     _check_sizes(form, (*experts.sizes, *latent))
-    count, chosen = form[experts.count], form["num_experts_per_tok"]
+    count, chosen = form[experts.count], form[experts.chosen]
     if experts.sigmoid:
         _check_router(form, count, chosen)
     if chosen > count:
-        raise ModelFolderError(f"num_experts_per_tok is {chosen}, but there are {count} experts ({experts.count})")
+        raise ModelFolderError(f"{experts.chosen} is {chosen}, but there are {count} experts ({experts.count})")
     if form.get("output_router_logits") and form.get("router_aux_loss_coef"):
         raise ModelFolderError(
             f"output_router_logits is true, which adds the router's auxiliary loss (router_aux_loss_coef {form['router_aux_loss_coef']}) to a loss: "
@@ -476,6 +476,9 @@ def native_config(
     }
 
 
+_NATIVE_EXPERTS = ("shared_gate", "has_biases", "beside_mlp", "block", "router", "gate", "up", "down")
+
+
 def _experts(form: Mapping[str, Plain], experts: Experts) -> dict[str, Plain]:
     shared, sigmoid = form[experts.shared] if experts.shared else 0, {}
     if experts.shared == "n_shared_experts":
@@ -488,14 +491,13 @@ def _experts(form: Mapping[str, Plain], experts: Experts) -> dict[str, Plain]:
         **sigmoid,
         "layers": layers_with_experts(form),
         "count": form[experts.count],
-        "chosen": form["num_experts_per_tok"],
+        "chosen": form[experts.chosen],
         "intermediate_size": form[experts.width],
         "renormalise": experts.renormalise is None or bool(form[experts.renormalise]),
         "shared_size": shared,
         "latent_size": form.get("moe_latent_size") or 0,
-        "shared": "shared_expert" if experts.shared_gate else "shared_experts",
-        "shared_gate": experts.shared_gate,
-        **{name: getattr(experts, name) for name in ("has_biases", "block", "router", "gate", "up", "down")},
+        "shared": "mlp" if experts.beside_mlp else "shared_expert" if experts.shared_gate else "shared_experts",
+        **{name: getattr(experts, name) for name in _NATIVE_EXPERTS},
     }
 
 

@@ -253,8 +253,11 @@ def read_model_folder(path: Path, overrides: Mapping[str, Plain] | None = None, 
 
 
 def _override_remarks(name: str, raw: Mapping[str, Plain], overrides: Mapping[str, Plain] | None) -> list[str]:
-    """Return a warning for each override that is not in config.json, `raw`, but resembles one of its keys."""
-    near = {key: nearest(key, raw, 0.8) for key in overrides or {} if key not in raw}
+    """Return a warning for each override that neither config.json, `raw`, nor the model_type's defaults have, but that
+    resembles a key of config.json."""
+    made = SUPPORTED_ARCHITECTURES.get(str((overrides or {}).get("model_type", raw.get("model_type"))))
+    known = raw if made is None else {**made.defaults, **raw}
+    near = {key: nearest(key, raw, 0.8) for key in overrides or {} if key not in known}
     return [f"{key} is not in the config.json of {name}: did you mean {its}?" for key, its in near.items() if its]
 
 

@@ -61,7 +61,7 @@ class ModelSizes:
     normalises_heads: bool = False
     """queries and keys have norms"""
     norms_of_results: int = 0
-    """number of norms in a layer that follow attention or the MLP"""
+    """number of norms in a layer that follow attention, the MLP or experts beside it"""
     expert_layers: tuple[int, ...] = ()
     """indices of the layers with experts"""
     window: int = 0
@@ -101,7 +101,8 @@ class ModelSizes:
             qk_rope_head_dim=latent.get("rope_dim", 0),
             v_head_dim=latent.get("value_dim", 0),
             normalises_heads=native["qk_norm"] != "none",
-            norms_of_results=sum(place.startswith("after") for place in native["norms"]),
+            norms_of_results=sum(place.startswith("after") for place in native["norms"])
+            + 2 * experts.get("beside_mlp", False),
             expert_layers=expert_layers,
             window=max(windows, default=0),
             windowed_layers=len(windows),
@@ -230,7 +231,7 @@ def _matrices(shapes: Shapes) -> dict[str, Tensors]:
     matrices of all experts together are named "experts"."""
     found: dict[str, Tensors] = {}
     for name, shape in shapes.items():
-        matrix = "experts" if ".experts." in name else name.removesuffix(".weight").rpartition(".")[2]
+        matrix = "experts" if ".experts." in f".{name}" else name.removesuffix(".weight").rpartition(".")[2]
         key = matrix if len(shape) == 2 else name
         first, weights = found.get(key, (shape, 0))
         found[key] = Tensors(first, weights + prod(shape))
@@ -370,6 +371,6 @@ def _sizes_for_transformers(config: Mapping[str, Plain]) -> ModelSizes | None:
         native["experts"] = {
             "layers": list(range(sizes["num_hidden_layers"])), "count": count, "chosen": chosen or 1, "intermediate_size": width,
             "shared_size": (shared or 0) * width, "latent_size": 0, "has_biases": False, "block": "mlp", "router": "gate", "gate": "gate_proj",
-            "up": "up_proj", "down": "down_proj", "shared": "shared_experts", "shared_gate": False,
+            "up": "up_proj", "down": "down_proj", "shared": "shared_experts", "shared_gate": False, "beside_mlp": False,
         }  # fmt: skip
     return ModelSizes.of(native)

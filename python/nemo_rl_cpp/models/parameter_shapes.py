@@ -67,7 +67,7 @@ def _gemma4_shapes(native: Mapping[str, Plain], layer: int) -> Shapes:
     unused |= {"k_proj", "v_proj", "k_norm"} if own["keys_of"] >= 0 else set()
     shapes = {f"{name}.weight": [hidden] for name in native["norms"].values()}
     shapes |= {name: shape for name, shape in attention.items() if name.split(".")[1] not in unused}
-    shapes |= _mlp_shapes(own) | {"layer_scalar": [1]}
+    shapes |= (_expert_shapes(own) if "experts" in native else _mlp_shapes(own)) | {"layer_scalar": [1]}
     if inputs:
         shapes |= {"per_layer_input_gate.weight": [inputs, hidden], "per_layer_projection.weight": [hidden, inputs]}
     return shapes
@@ -144,27 +144,34 @@ def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> Shapes:
     return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
 
+_NORMS_BESIDE_MLP = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
+
+
 def _expert_shapes(native: Mapping[str, Plain]) -> Shapes:
     experts, hidden, up = native["experts"], native["hidden_size"], _up_matrices(native)
-    block, inner, shared = experts["block"], experts["intermediate_size"], experts["shared_size"]
+    inner, shared = experts["intermediate_size"], experts["shared_size"]
+    block = f"{experts['block']}." if experts["block"] else ""
     width = experts["latent_size"] or hidden
-    router = f"{block}.{experts['router']}"
+    router = f"{block}{experts['router']}"
     shapes = {f"{router}.weight": [experts["count"], hidden]}
     for expert in range(experts["count"]):
-        prefix = f"{block}.experts.{expert}."
+        prefix = f"{block}experts.{expert}."
         shapes |= {f"{prefix}{experts[name]}.weight": [inner, width] for name in up}
         shapes[f"{prefix}{experts['down']}.weight"] = [width, inner]
     if experts["latent_size"]:
-        shapes[f"{block}.fc1_latent_proj.weight"] = [width, hidden]
-        shapes[f"{block}.fc2_latent_proj.weight"] = [hidden, width]
+        shapes[f"{block}fc1_latent_proj.weight"] = [width, hidden]
+        shapes[f"{block}fc2_latent_proj.weight"] = [hidden, width]
     if "sigmoid" in experts:
         shapes[f"{router}.e_score_correction_bias"] = [experts["count"]]
     if experts["has_biases"]:
         shapes |= {name.replace(".weight", ".bias"): shape[:1] for name, shape in shapes.items()}
     if shared:
-        name = f"{block}.{experts['shared']}"
+        name = f"{block}{experts['shared']}"
         if experts["shared_gate"]:
             shapes[f"{name}_gate.weight"] = [1, hidden]
         shapes |= {f"{name}.{matrix}_proj.weight": [shared, hidden] for matrix in up}
         shapes[f"{name}.down_proj.weight"] = [hidden, shared]
+    if experts["beside_mlp"]:
+        shapes |= {"router.scale": [hidden], "router.per_expert_scale": [experts["count"]]}
+        shapes |= {f"{name}.weight": [hidden] for name in _NORMS_BESIDE_MLP}
     return shapes

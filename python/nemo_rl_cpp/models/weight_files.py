@@ -352,10 +352,12 @@ def _values(handle: BinaryIO, entry: TensorEntry) -> Iterator[np.ndarray]:
 # gate_up_proj_scales [E, 2I, D/32], and down_proj_blocks [E, D, I/32, 16] with down_proj_scales [E, D, I/32]: a byte of
 # a block holds two values of 4 bits, the lower bits first, and a scale s multiplies 32 values by 2^(s - 127).
 #
-# A released checkpoint of Qwen3.5 holds gate_up_proj [E, 2I, D], rows first gate, then up, and down_proj [E, D, I].
+# A released checkpoint of Qwen3.5 or Gemma 4 holds gate_up_proj [E, 2I, D], rows first gate, then up, and down_proj
+# [E, D, I].
 #
-# The native core reads mlp.experts.E.{gate_proj,up_proj,down_proj}.{weight,bias}, matrices as [out, in].
-_FUSED = re.compile(r"(.*mlp\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
+# The native core reads mlp.experts.E.{gate_proj,up_proj,down_proj}.{weight,bias} (Gemma 4: experts.E. ...), matrices as
+# [out, in].
+_FUSED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
 _WORDS = {"F64": "<u8", "F32": "<u4", "F16": "<u2", "BF16": "<u2"}  # integers, because numbers are only moved
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 

@@ -195,6 +195,8 @@ def save_weights(
         written = joined_experts(tensors, is_gpt_oss=True)
     elif is_fused(config):
         written = joined_projections(tensors, config)
+    elif config["model_type"] == "gemma4_text":
+        written = joined_experts(tensors, is_gpt_oss=False)
     elif config["model_type"] in granite_hybrid.MODEL_TYPES:
         written = granite_hybrid.joined_mlps(joined_experts(tensors, is_gpt_oss=False))
     for name, tensor in written:
@@ -219,7 +221,7 @@ def save_weights(
     (folder / weight_files.INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-_EXPERT = re.compile(r"(.*mlp\.experts\.)\d+\.(gate|up|down)_proj\.(weight|bias)")
+_EXPERT = re.compile(r"(.*\.experts\.)\d+\.(gate|up|down)_proj\.(weight|bias)")
 
 
 def joined_experts(tensors: Mapping[str, torch.Tensor], is_gpt_oss: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -244,6 +246,9 @@ def joined_experts(tensors: Mapping[str, torch.Tensor], is_gpt_oss: bool) -> Ite
 
     for fused, names in experts.items():
         yield fused, torch.stack([whole(name).t() if is_gpt_oss else whole(name) for name in names])
+
+
+_NORMS = ("norm.weight", "norm_1.weight", "norm_2.weight")
 
 
 def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm_offset: float = 0.0) -> None:
@@ -271,12 +276,12 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
         elif isinstance(spec, C.BlockSpec):
             for first, rows in draw(spec.shape, spread):
                 pack_blocks(model, spec, rows, first)
-        elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        elif name.endswith(_NORMS) and not name.endswith("linear_attn.norm.weight"):
             views[name].fill_(1.0 - norm_offset)
         elif name.endswith("mamba.dt_bias"):  # so that the time steps are between 0.001 and 0.1
             steps = torch.rand(spec.whole, generator=generator).mul_(log(100.0)).exp_().mul_(0.001)
             views[name].copy_(steps + torch.log(-torch.expm1(-steps)))
-        elif name.endswith(("norm.weight", ".dt_bias", ".D")):
+        elif name.endswith(("norm.weight", ".dt_bias", ".D", "router.scale", "router.per_expert_scale")):
             views[name].fill_(1.0)
         elif name.endswith(".A_log"):
             views[name].copy_(torch.rand(spec.whole, generator=generator).mul_(16.0).clamp_(min=0.01).log_())

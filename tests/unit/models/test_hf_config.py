@@ -165,7 +165,6 @@ def test_maximum_sequence_length_selects_the_short_or_long_longrope_table():
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is True, which is not supported"),
         ({"model_type": "qwen3_next", "hidden_act": "gelu_pytorch_tanh"}, "hidden_act is 'gelu_pytorch_tanh', which is not supported: .silu. was expected"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, which is not supported: null was expected"),
-        ({"model_type": "gemma4_text", "enable_moe_block": True}, "enable_moe_block is true, which is not supported: the native core computes Gemma 4 without experts"),
         ({"model_type": "gemma4_text", "use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all', which is not supported"),
         ({"model_type": "gemma4_text", "num_kv_shared_layers": 3}, "num_kv_shared_layers is 3, but a number of layers that leaves one of each kind before them"),
         ({"model_type": "gemma4_text", "global_head_dim": 520}, "global_head_dim is 520, but a multiple of 8 up to 512"),

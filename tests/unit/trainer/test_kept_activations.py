@@ -17,7 +17,7 @@ LLAMA = dict(model_type="llama", vocab_size=61, hidden_size=40, intermediate_siz
 FAMILIES = {
     "llama": {}, "qwen2": {"tie_word_embeddings": False}, "qwen3": {},
     "mistral": {"sliding_window": 1},  # no layer keeps the blocks of all tokens
-    **{name: LAYERS[name] for name in ("granite", "qwen2_moe", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3")},
+    **{name: LAYERS[name] for name in ("granite", "qwen2_moe", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3", "gemma4_text with experts")},
     "lfm2": {"hidden_size": 48, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     **{name: LAYERS[name] | {"sliding_window": 7} for name in ("gemma2", "gemma3_text", "gemma4_text")},
     **{name: LAYERS[name] | {"tie_word_embeddings": False} for name in ("nemotron_h", "nemotron_h with latent experts")},

@@ -52,32 +52,44 @@ class TextModel {
   }
   void masters_changed() { model_->masters_changed(); }
 
-  /// Converts a parameter, or A or B of an adapter, from the bytes of a file.
-  void put(const std::string& name, const std::string& dtype, const py::buffer& data) {
-    const auto values = [&](std::int64_t count) {
-      const auto type = dtype_of(dtype);
-      const py::buffer_info bytes = data.request();
-      NRL_CHECK_ARG(bytes.size * bytes.itemsize == count * static_cast<std::int64_t>(c10::elementSize(type)), name,
-                    ": ", bytes.size * bytes.itemsize, " bytes are not ", count, " values of ", dtype);
-      return at::from_blob(bytes.ptr, {count}, type);  // only read
+  /// Converts rows of a parameter from row `first` on, or A or B of an adapter, from the bytes of a file.
+  void put(const std::string& name, const std::string& dtype, const py::buffer& data, std::int64_t first) {
+    const py::buffer_info bytes = data.request();
+    const auto type = dtype_of(dtype);
+    const auto values =  // only read
+        at::from_blob(bytes.ptr, {bytes.size * bytes.itemsize / static_cast<std::int64_t>(c10::elementSize(type))},
+                      type);
+    const auto fill = [&](const model::ParameterSpec& spec, const at::Tensor& flat) {
+      const std::int64_t begin = first * (spec.numel / spec.shape[0]);
+      NRL_CHECK_ARG(begin + values.numel() <= spec.numel, name, ": ", values.numel(), " values from row ", first,
+                    " on are more than it has");
+      return flat.narrow(0, spec.offset + begin, values.numel());
     };
-    const auto fill = [&](const model::ParameterSpec& spec, const at::Tensor& flat, bool turned) {
-      const auto view = flat.narrow(0, spec.offset, spec.numel);
-      if (!turned) return void(view.copy_(values(spec.numel)));
-      const auto dim = model_->trained_layout().adapters.front().dim, experts = spec.shape[0] / dim;
-      view.view({experts, dim, spec.shape[1]})
-          .copy_(values(spec.numel).view({spec.shape[1], dim, experts}).permute({2, 1, 0}));
-    };
-    const auto blocks = std::ranges::find(model_->layout().blocks, name, &model::BlockSpec::name);
-    if (blocks != model_->layout().blocks.end()) {
-      if (blocks->shape.size() == 1) return void(model_->blocks(*blocks).copy_(values(blocks->shape[0])));
-      const auto given = values(blocks->shape[0] * blocks->shape[1]).view(blocks->shape);
-      const bool is_read = given.scalar_type() == at::kFloat || given.scalar_type() == at::kBFloat16;
-      return ops::pack_blocks(is_read ? given : given.to(at::kFloat), model_->blocks(*blocks), blocks->begin);
+    if (const auto* blocks = find_blocks(name); blocks != nullptr) {
+      if (blocks->shape.size() == 1) return void(model_->blocks(*blocks).copy_(values));
+      const auto rows = values.view({-1, blocks->shape[1]});
+      const bool is_read = type == at::kFloat || type == at::kBFloat16;
+      return ops::pack_blocks(is_read ? rows : rows.to(at::kFloat), model_->blocks(*blocks), blocks->begin + first);
     }
-    if (name.find(".lora_") != std::string::npos)
-      return fill(model_->trained_layout().find(name), model_->masters(), name.ends_with(".lora_B.weight"));
-    fill(model_->layout().find(name), model_->compute(), /*turned=*/false);
+    if (name.find(".lora_") == std::string::npos)
+      return void(fill(model_->layout().find(name), model_->compute()).copy_(values));
+    const auto& spec = model_->trained_layout().find(name);
+    const auto view = fill(spec, model_->masters());
+    if (!name.ends_with(".lora_B.weight")) return void(view.copy_(values));
+    const auto dim = model_->trained_layout().adapters.front().dim, experts = spec.shape[0] / dim;
+    view.view({experts, dim, spec.shape[1]}).copy_(values.view({spec.shape[1], dim, experts}).permute({2, 1, 0}));
+  }
+
+  /// Copies a quantised parameter from the bytes of a file with blocks in its format; returns whether it could.
+  bool put_blocks(const std::string& name, const std::string& dtype, const py::buffer& data) {
+    const auto* spec = find_blocks(name);
+    if (spec == nullptr || (dtype != "Q8_0" && dtype != "Q4_0" && dtype != "NF4")) return false;
+    const py::buffer_info bytes = data.request();
+    const auto& blocks = model_->blocks(*spec);
+    if (bytes.size * bytes.itemsize != spec->shape[0] * blocks.size(1)) return false;  // another format
+    ops::write_block_rows(at::from_blob(bytes.ptr, {spec->shape[0], blocks.size(1)}, at::kByte), blocks, spec->shape[1],
+                          spec->begin);
+    return true;
   }
 
   std::string generate(const std::vector<std::int64_t>& prompt, const SamplingParams& params, std::uint32_t seed,
@@ -95,6 +107,12 @@ class TextModel {
   }
 
  private:
+  const model::BlockSpec* find_blocks(const std::string& name) const {
+    const auto& all = model_->layout().blocks;
+    const auto found = std::ranges::find(all, name, &model::BlockSpec::name);
+    return found == all.end() ? nullptr : &*found;
+  }
+
   std::shared_ptr<model::DecoderModel> model_;
   Engine engine_;
 };
@@ -112,7 +130,8 @@ PYBIND11_MODULE(_text, m) {
       .def_property_readonly("shapes", &TextModel::shapes, "(name, shape) of every parameter")
       .def("adapt", &TextModel::adapt, py::arg("dim"), py::arg("alpha"), py::arg("targets"), py::arg("use_rslora"))
       .def("masters_changed", &TextModel::masters_changed)
-      .def("put", &TextModel::put, py::arg("name"), py::arg("dtype"), py::arg("data"))
+      .def("put", &TextModel::put, py::arg("name"), py::arg("dtype"), py::arg("data"), py::arg("first") = 0)
+      .def("put_blocks", &TextModel::put_blocks, py::arg("name"), py::arg("dtype"), py::arg("data"))
       .def("set_token_bytes", &TextModel::set_token_bytes, py::arg("token_bytes"))
       .def(
           "generate",

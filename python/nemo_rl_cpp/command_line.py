@@ -105,6 +105,11 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--quantization",
+        choices=("q8_0", "q4_0", "nf4"),
+        help="hold the matrices in 8 or 4 bits (default: as --precision)",
+    )
     parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: all cores)")
 
 

@@ -26,7 +26,7 @@ from nemo_rl_cpp.errors import say_once
 from nemo_rl_cpp.hub.sources import find_policy_weights, resolve_model
 from nemo_rl_cpp.models.hf_config import max_positions
 from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder
-from nemo_rl_cpp.models.weight_files import RawTensor, fill_parameters, raw_tensors, weight_files, without_blocks
+from nemo_rl_cpp.models.weight_files import RawTensor, fill_parameters, raw_tensors, row_parts, weight_files
 
 
 def sampling(
@@ -61,7 +61,14 @@ class TextGenerator:
     folder, a GGUF file, a model name, a checkpoint (`step_N`) or the folder of a run's checkpoints. Raises ValueError
     if the model cannot be found, or the native engine does not support it."""
 
-    def __init__(self, model: str | Path, *, precision: str = "bfloat16", num_threads: int | None = None):
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        precision: str = "bfloat16",
+        quantization: str | None = None,
+        num_threads: int | None = None,
+    ):
         if precision not in ("bfloat16", "float32"):
             raise ValueError(f"precision {in_a_line(precision)}: expected bfloat16 or float32")
         name = model_name(model)
@@ -69,6 +76,7 @@ class TextGenerator:
         opened = read_model_folder(folder)
         self.max_length = max_positions(opened.config)
         opened = replace(opened, max_length=self.max_length)
+        opened = opened.quantised(quantization, "--quantization")
         opened.check_weights()
         for remark in opened.remarks:
             say_once("warning", remark)
@@ -87,8 +95,10 @@ class TextGenerator:
 
     def _fill(self, opened: ModelFolder) -> None:
         def put(name: str, tensor: RawTensor) -> None:
-            tensor = without_blocks(tensor)
-            self._model.put(name, tensor.dtype, tensor.data)
+            if self._model.put_blocks(name, tensor.dtype, tensor.data):
+                return
+            for first, rows in row_parts(tensor):
+                self._model.put(name, rows.dtype, rows.data, first)
 
         if opened.path is None:
             raise ValueError(f"{self._folder} holds an adapter of random weights, which generate cannot load: serve it")
@@ -97,7 +107,7 @@ class TextGenerator:
             saved = opened.adapter
             self._model.adapt(saved.dim, saved.alpha, list(saved.targets), saved.use_rslora)
             for name, tensor in saved.tensors():
-                put(name, tensor)
+                self._model.put(name, tensor.dtype, tensor.data)
             self._model.masters_changed()
 
     def generate(

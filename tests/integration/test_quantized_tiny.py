@@ -1,13 +1,18 @@
 """Runs of LoRA over a quantised base: bit-exact log-probabilities, and checkpoints that hold only the adapter."""
 
+from dataclasses import replace
+
 import nemo_rl_cpp
 import pytest
+import served
 import tiny
 import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.models.gguf_export import export_gguf
 from nemo_rl_cpp.models.model_folder import read_model_folder
+from nemo_rl_cpp.models.weights import load_weights
+from nemo_rl_cpp.serving.model import EngineSizes, Limits, load_model
 from test_lora_tiny import BF16, EXPERTS, KL, LORA, MAMBA, MIXTURE, ON, RECURRENT, SOME
 from test_several_processes import BLOCKS, trained
 from test_tensor_parallel import is_exact
@@ -122,6 +127,26 @@ def test_generate_command_loads_an_adapter_checkpoint_and_quantises_the_base_mod
     for token in done.token_ids:
         assert int(C.Trainer(model).logits(torch.tensor(prompt))[-1].argmax()) == token
         prompt = [*prompt, token]
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
+def test_generate_load_and_serve_compute_with_the_same_quantised_matrices(kind, tmp_path):
+    folder = served.make_folder(tmp_path / "model")
+    model = C.DecoderModel(replace(read_model_folder(folder), quantization=kind).native(), torch.float32, False)
+    load_weights(model, folder)
+    ours, loaded = load_model(
+        str(folder), served_name=None, precision="float32", quantization=kind, sizes=EngineSizes(kv_cache_gb=0.05), limits=Limits()
+    ), nemo_rl_cpp.load(folder, precision="float32", quantization=kind)  # fmt: skip
+    ours.engine.close(patience=0)
+    assert f"{model.digest():016x}" == ours.digest
+    text = TextGenerator(folder, precision="float32", quantization=kind).generate(
+        "hello", greedy=True, max_new_tokens=24
+    )
+    assert text.text.startswith(loaded.generate("hello", max_new_tokens=24)[0]) and len(text.token_ids) > 4
+    ids = loaded.tokenizer.encode("hello")
+    for token in text.token_ids:
+        assert int(C.Trainer(model).logits(torch.tensor(ids))[-1].argmax()) == token
+        ids = [*ids, token]
 
 
 def test_merging_lora_adapters_into_a_quantised_base_is_an_error(tmp_path):

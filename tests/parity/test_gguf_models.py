@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from block_matrices import blocks_in, blocks_of
+from nemo_rl_cpp import load
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.checks.model import check
 from nemo_rl_cpp.config import ConfigError, load_grpo_config
@@ -171,6 +172,8 @@ def test_quantised_base_model_keeps_the_quantised_blocks_of_a_gguf_file_unchange
         handle.write(block)
     blocks = quantised(file, kind)["model.layers.1.mlp.up_proj.weight"]
     assert bytes(blocks[0, : len(block)].tolist()) == block
+    text = TextGenerator(file, quantization=kind).generate("12+3=", greedy=True, max_new_tokens=16).text
+    assert [text] == load(file, precision="bfloat16", quantization=kind).generate("12+3=", max_new_tokens=16)
 
 
 @pytest.mark.parametrize(

@@ -166,12 +166,15 @@ class LoadedModel(TextWriter):
         return f"<p>{escape(repr(self))}</p>"
 
 
-def load(model: str | Path, *, precision: str | None = None, max_length: int | None = None) -> LoadedModel:
+def load(
+    model: str | Path, *, precision: str | None = None, quantization: str | None = None, max_length: int | None = None
+) -> LoadedModel:
     """Load a Hugging Face folder, a GGUF file, a packaged model, a name on the Hub, a checkpoint (`step_N`), or the
     newest checkpoint in a run's folder.
 
-    `precision` is "float32" or "bfloat16"; None: float32 if config.json has this dtype, otherwise bfloat16. `max_length` is
-    the maximum number of tokens of prompt and response together; None: 2048, or what the model supports if that is
+    `precision` is "float32" or "bfloat16"; None: float32 if config.json has this dtype, otherwise bfloat16.
+    `quantization` is the format of the matrices: "q8_0", "q4_0" or "nf4"; None: as `precision`. `max_length` is the
+    maximum number of tokens of prompt and response together; None: 2048, or what the model supports if that is
     less. Raise ValueError if the model cannot be found or loaded."""
     name = model_name(model)
     folder = Path(resolve_model(find_policy_weights(name), key="the model"))
@@ -182,6 +185,7 @@ def load(model: str | Path, *, precision: str | None = None, max_length: int | N
     keys: Keys = {
         "generation.model_name": ("model", str(folder)),
         "generation.vllm_cfg.precision": ("precision", precision),
+        "generation.quantization": ("quantization", quantization),
         "generation.max_new_tokens": ("max_new_tokens", DEFAULT_NEW_TOKENS),
     }
     if max_length is not None:

@@ -4,7 +4,6 @@ The checks read the files that the run reads (config.json, headers of the weight
 machine. A model that must be downloaded first is checked by the run itself."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -87,7 +86,10 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
         length = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
         tokenizer = name if config.tokenizer.name == given else config.tokenizer.name
         backend, length_key = config.generation.backend, "generation.vllm_cfg.max_model_len"
-        yield _Use("generation.model_name", name, tokenizer, "tokenizer.name", backend, length, length_key)
+        yield _Use(
+            "generation.model_name", name, tokenizer, "tokenizer.name", backend, length, length_key,
+            quantization=config.generation.quantization, device=config.cluster.device,
+        )  # fmt: skip
         return
     processes = max(trainers_of(config), 1)
     for section, model in config.trained_models().items():
@@ -117,9 +119,7 @@ def _check_model(use: _Use) -> Iterator[Finding]:
     if use.length is not None:
         check_length(folder.config, use.length, use.length_key, use.name)
     folder.check_device(use.device)
-    if use.quantization is not None:
-        key = f"{use.key.rpartition('.')[0]}.quantization"
-        replace(folder, quantization=use.quantization).check_quantization(key, use.device)
+    folder.quantised(use.quantization, f"{use.key.rpartition('.')[0]}.quantization", use.device)
     folder.check_slices(use.slices, use.slices_key)
     if use.trained is not None:
         folder.check_trains(use.name)

@@ -46,7 +46,9 @@ def generate(arguments: Sequence[str]) -> int:
     )
     prompt = sys.stdin.read() if known.prompt is None else known.prompt
     messages = [{"role": "system", "content": known.system}] if known.system is not None else []
-    generator = TextGenerator(known.model, precision=known.precision, num_threads=known.threads)
+    generator = TextGenerator(
+        known.model, precision=known.precision, quantization=known.quantization, num_threads=known.threads
+    )
     asked = [*messages, {"role": "user", "content": prompt}] if known.chat else prompt
     done = generator.generate(asked, **rule, on_text=show)
     print()
@@ -82,7 +84,9 @@ def chat(arguments: Sequence[str]) -> int:
     add_engine_options(parser)
     known = parser.parse_args(arguments)
     sampling(known.max_new_tokens, known.temperature, known.top_p, known.seed)  # checked before the model is loaded
-    generator = TextGenerator(known.model, precision=known.precision, num_threads=known.threads)
+    generator = TextGenerator(
+        known.model, precision=known.precision, quantization=known.quantization, num_threads=known.threads
+    )
     if sys.stdin.isatty():
         import readline  # noqa: F401 - lines can be edited, and earlier ones called back
 

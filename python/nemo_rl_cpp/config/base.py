@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -224,6 +224,7 @@ StopStrings = Annotated[list[str], BeforeValidator(_items), AfterValidator(_stop
 StopTokenIds = Annotated[list[Count], BeforeValidator(_items)]
 
 
+Quantization = Literal["q8_0", "q4_0", "nf4"]
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16"}
 """Other names of dtypes, which vLLM and Megatron accept -> full name."""
 

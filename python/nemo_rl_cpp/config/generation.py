@@ -10,6 +10,7 @@ from .base import (
     DTYPES,
     Int,
     Positive,
+    Quantization,
     Real,
     Section,
     StopStrings,
@@ -204,6 +205,8 @@ class EvalGenerationConfig(GenerationConfig):
 
     model_name: Text
     """Model: a folder, a GGUF file, a run's checkpoint (step_N), a packaged model, or a name on the Hub."""
+    quantization: Quantization | None = None
+    """Format of the model's matrices, see `policy.quantization`. null: as vllm_cfg.precision. Native engine only."""
     vllm_cfg: EvalVllmConfig = section(EvalVllmConfig)
     num_prompts_per_step: Int = key(-1, "Number of prompts generated in one batch. -1: all.", ge=-1)
     temperature: Temperature = key(0.0, "Sampling temperature. 0: greedy decoding.")

@@ -14,6 +14,7 @@ from .base import (
     NonNegative,
     OneOf,
     Positive,
+    Quantization,
     Section,
     Table,
     Text,
@@ -46,7 +47,6 @@ PackingAlgorithm = Annotated[
     BeforeValidator(lambda value: "modified_first_fit_decreasing" if value == "modified_ffd" else value),
 ]
 Precision = Literal["float32", "bfloat16"]
-Quantization = Literal["q8_0", "q4_0", "nf4"]
 Schedule = Annotated[list[SchedulerStage], BeforeValidator(lambda value: [value] if isinstance(value, dict) else value)]
 
 

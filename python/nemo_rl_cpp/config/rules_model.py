@@ -351,6 +351,9 @@ def check_evaluation(generation: GenerationConfig, report: Report) -> None:
     _check_installed(generation.backend, "generation.backend", report)
     if generation.backend == "hf":
         _refuse_gguf(generation.model_name, "generation.model_name", "generation.backend", report)
+        if generation.quantization is not None:
+            text = f"is {generation.quantization}, which the native engine alone reads: set generation.backend=native"
+            report.add("generation.quantization", text, "generation.backend")
     for name in ("python", "server_url"):
         if getattr(generation.vllm_cfg, name) is not None:
             text = "is for training: an evaluation generates with native or hf; set it to null"

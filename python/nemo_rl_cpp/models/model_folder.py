@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,8 @@ from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.config.policy import TrainedModelConfig
 
@@ -100,6 +102,19 @@ class ModelFolder:
                     f"{key} is {self.quantization}, whose blocks hold {BLOCK_WEIGHTS} weights of a row, but the model has "
                     f"{name} {width}, which is no multiple of it: set {key}=null"
                 )
+
+    def quantised(self, kind: str | None, key: str, device: str = "cpu") -> Self:
+        """Return this folder with matrices in the format `kind`, the value of `key`; None: unchanged. Raise
+        ModelFolderError if the model does not fit this format, or is an adapter over a base in another one."""
+        if kind is None:
+            return self
+        if self.adapter is not None and kind != self.quantization:
+            raise ModelFolderError(
+                f"{key} is {kind}, but the checkpoint is an adapter over a base in {self.quantization}"
+            )
+        folder = replace(self, quantization=kind)
+        folder.check_quantization(key, device)
+        return folder
 
     def check_slices(self, count: int, key: str) -> None:
         """Raise ModelFolderError if the model cannot be divided into `count` tensor-parallel slices, the value of the

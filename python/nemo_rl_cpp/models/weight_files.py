@@ -330,6 +330,19 @@ def without_blocks(tensor: RawTensor) -> RawTensor:
     return RawTensor("F32", tensor.shape, memoryview(decoded(tensor.dtype, tensor.data)).cast("B"))
 
 
+_AT_ONCE = 1 << 24  # elements of a matrix that are decoded at a time: Gemma 4's per-layer table is large
+
+
+def row_parts(tensor: RawTensor) -> Iterator[tuple[int, RawTensor]]:
+    """Yield (index of the first row, these rows in a dtype of safetensors) for a few rows of a tensor at a time."""
+    rows, columns = tensor.shape[0], math.prod(tensor.shape[1:])
+    row, count = tensor.data.nbytes // rows, max(1, _AT_ONCE // columns)
+    for first in range(0, rows, count):
+        data = tensor.data[first * row : (first + count) * row]
+        part = tensor._replace(shape=[min(count, rows - first), *tensor.shape[1:]], data=data)
+        yield first, without_blocks(part)
+
+
 def _values(handle: BinaryIO, entry: TensorEntry) -> Iterator[np.ndarray]:
     """Yield the tensor's values in order as numpy arrays, float32 or float64, of about a million values each."""
     handle.seek(entry.begin)

@@ -24,7 +24,7 @@ from nemo_rl_cpp.stages import work
 
 DEFAULT_SHARD_BYTES = 5 * 1000**3
 _AT_ONCE = 1 << 24
-"""Elements of a matrix that exist in float32 at a time while it is read or drawn: Gemma 4's per-layer table is large."""
+"""Elements of a matrix that exist in float32 at a time while it is drawn."""
 FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -146,11 +146,7 @@ def pack_blocks(model: C.DecoderModel, spec: C.BlockSpec, weights: Tensor, first
 
 def _parts(raw: weight_files.RawTensor) -> Iterator[tuple[int, Tensor]]:
     """Yield (index of the first row, tensor) for a few rows of a tensor at a time, see `tensor_of`."""
-    rows, columns = raw.shape[0], prod(raw.shape[1:])
-    row, count = raw.data.nbytes // rows, max(1, _AT_ONCE // columns)
-    for first in range(0, rows, count):
-        data = raw.data[first * row : (first + count) * row]
-        yield first, tensor_of(raw._replace(shape=[min(count, rows - first), *raw.shape[1:]], data=data))
+    return ((first, tensor_of(rows)) for first, rows in weight_files.row_parts(raw))
 
 
 def tensor_of(raw: weight_files.RawTensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
         arguments.model,
         served_name=arguments.served_model_name,
         precision=arguments.precision,
+        quantization=arguments.quantization,
         sizes=EngineSizes(arguments.max_model_len, arguments.kv_cache_gb, arguments.max_batch_size),
         limits=Limits(arguments.max_queue, int(arguments.max_body_mb * (1 << 20)), arguments.request_timeout),
         seed=arguments.seed,

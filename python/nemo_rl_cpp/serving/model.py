@@ -166,7 +166,14 @@ def engine_thread(
 
 
 def load_model(
-    name: str, *, served_name: str | None, precision: str, sizes: EngineSizes, limits: Limits, seed: int = 42
+    name: str,
+    *,
+    served_name: str | None,
+    precision: str,
+    sizes: EngineSizes,
+    limits: Limits,
+    quantization: str | None = None,
+    seed: int = 42,
 ) -> ServedModel:
     """Load a model for a server. `name` is a model folder, a model name, a checkpoint (`step_N`), or a run's folder,
     for its newest checkpoint; clients may also use `served_name`. `seed` seeds requests that name a rollout but no
@@ -174,6 +181,7 @@ def load_model(
     folder = resolve_model(find_policy_weights(name), key="--model")
     opened = open_model_folder(str(folder), max_length=sizes.max_model_len, length_key="--max-model-len", key="--model")
     opened = replace(opened, max_length=min(sizes.max_model_len or 1 << 60, max_positions(opened.config)))
+    opened = opened.quantised(quantization, "--quantization")
     opened.check_weights()
     tokenizer = Tokenizer.from_pretrained(folder, section="")
     try:

@@ -302,8 +302,10 @@ void Experts::backward_router(const LayerWeights& w, const at::Tensor& x, const 
   auto d_chosen = d_weight;
   if (const auto& scale = w.tensors().expert_scale; scale.defined()) {
     const auto expert = routes.expert.view(-1);
-    if (const auto& d_scale = grads.dense().expert_scale; d_scale.defined())
-      const_cast<at::Tensor&>(d_scale).index_add_(0, expert, d_weight.mul(routes.chosen.view(-1)));
+    if (const auto& d_scale = grads.dense().expert_scale; d_scale.defined()) {
+      const auto of_pairs = d_weight.view_as(routes.chosen).mul(routes.chosen);
+      ops::add_column_sums(at::zeros_like(routes.logits).scatter(1, routes.expert, of_pairs), d_scale);
+    }
     d_chosen = d_weight.mul(scale.index_select(0, expert));
   }
   if (e_.sigmoid)

@@ -276,13 +276,26 @@ def test_unmerged_lora_adapter_gives_the_same_logits_as_peft(name, rslora, of, t
     assert loaded.peft_config["default"].use_rslora is rslora
 
 
-def test_lora_adapter_of_gemma_3_with_images_loads_in_peft_onto_the_whole_model(tmp_path):
+TOWER = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+IMAGES = dict(vision_config=TOWER | dict(num_key_value_heads=2, head_dim=8), audio_config=None)
+WITH_IMAGES = {
+    "gemma3": ("Gemma3Config", dict(vision_config=TOWER | dict(image_size=28, patch_size=14), mm_tokens_per_image=4)),
+    "gemma4": ("Gemma4Config", IMAGES),
+    "gemma4_experts": ("Gemma4Config", IMAGES),
+    "gemma4_without_inputs": ("Gemma4UnifiedConfig", dict(audio_config=None)),
+}
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_lora_adapter_of_gemma_with_images_loads_in_peft_onto_the_whole_model(name, tmp_path):
     peft = pytest.importorskip("peft")
     import transformers
 
-    tower = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)  # fmt: skip
-    text = configurations()["gemma3"].to_dict()
-    config = transformers.Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4)
+    kind, more = WITH_IMAGES[name]
+    text = {key: value for key, value in configurations()[name].to_dict().items() if key != "model_type"} | {
+        "initializer_range": 0.1
+    }
+    config = getattr(transformers, kind)(text_config=text, **more)
     hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     hf.save_pretrained(tmp_path / "base")
     lora = lora_of(tmp_path / "base")

@@ -219,6 +219,7 @@ WITH_A_TEXT_SECTION = {
     "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "gemma4": ("gemma4_text", "Gemma4ForCausalLM"),
+    "gemma4_unified": ("gemma4_text", "Gemma4ForCausalLM"),
     "mistral3": ("ministral3", "Ministral3ForCausalLM"),
 }
 """model_type of a vision-language model -> model_type and class of its text_config. Only the text model is computed."""

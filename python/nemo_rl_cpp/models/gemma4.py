@@ -13,6 +13,8 @@ from nemo_rl_cpp.models.config_checks import expect, is_size, is_whole
 _OWN = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 """Keys of transformers 5's per_layer_config -> those of released models, which every version reads."""
 LARGEST_HEAD = 512
+UNIFIED = {"sliding_window": 1024, "hidden_size_per_layer_input": 0, "max_position_embeddings": 262144}
+"""The defaults of Gemma 4 12B (`gemma4_unified`) that differ from those of the other models."""
 
 
 def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:

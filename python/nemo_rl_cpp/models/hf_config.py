@@ -175,15 +175,19 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
 def text_section(config: Mapping[str, Plain]) -> Mapping[str, Plain]:
     """Return the text model's section of a vision-language model's config.json, since vision towers and
     multi-token-prediction heads are not computed. A Ministral becomes a Mistral with `layer_types`, as transformers
-    reads it. Other configurations are returned unchanged."""
+    reads it, and the text model of Gemma 4 12B a `gemma4_text`. Other configurations are returned unchanged."""
     if config.get("model_type") == "ministral":
         return {**config, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    if config.get("model_type") == "gemma4_unified_text":
+        config = {"model_type": "gemma4_unified", "text_config": config}
     known, section = WITH_A_TEXT_SECTION.get(str(config.get("model_type"))), config.get("text_config")
     if known is None:
         return config
     expect(isinstance(section, Mapping), "text_config", section, "the section of the text model")
     if section.get("model_type") == "mistral":  # Mistral Small 3.1
         known = ("mistral", "MistralForCausalLM")
+    if config["model_type"] == "gemma4_unified":
+        section = {**gemma4.UNIFIED, **section}
     above = ("tie_word_embeddings", "quantization_config", "eos_token_id")
     named = {"model_type": known[0], "architectures": [known[1]]}
     return {**section, **{key: config[key] for key in above if key in config}, **named}

@@ -57,8 +57,11 @@ def _joined(modules: Sequence[str], shapes: Mapping[str, Sequence[int]]) -> dict
     return found
 
 
+_WITH_TOWERS = ("gemma3", "gemma4", "gemma4_unified", "mistral3")
+
+
 def _among_images(module: str) -> str:
-    """Return the name that a module of the text model has within the vision-language model of Gemma 3."""
+    """Return the name that a module of the text model has within a vision-language model."""
     return module.replace("model.", "model.language_model.", 1)
 
 
@@ -187,10 +190,10 @@ class Lora:
 
     @cached_property
     def _is_text_of_images(self) -> bool:
-        """Return whether the base is a vision-language model of Gemma 3, the only kind that transformers'
-        AutoModelForCausalLM loads with its vision tower."""
+        """Return whether the base is a vision-language model that transformers loads with its vision tower, also as a
+        causal language model. Of Qwen3.5 it loads the text model."""
         path = self.folder.path
-        return path is not None and read_config_file(path).get("model_type") == "gemma3"
+        return path is not None and read_config_file(path).get("model_type") in _WITH_TOWERS
 
     @property
     def _peft_modules(self) -> list[str]:
@@ -238,10 +241,10 @@ class Lora:
         are_short = others.isdisjoint(map(short, self.modules))
         found: dict[str, list[str]] = {"target_modules": []}
         modules = self._peft_modules
-        if self._is_text_of_images:  # the vision tower has modules with the same short names
-            return {"target_modules": list(map(_among_images, modules))}
         for module in dict.fromkeys(map(fused_module, modules)) if is_fused(self.folder.config) else modules:
             name = short(module) if are_short else module
+            if self._is_text_of_images:  # the vision tower has modules with the same short names
+                name = _among_images(module)
             if is_parameter(module):
                 weights = (first, "down_proj") if is_experts(module) else ("weight",)
                 found.setdefault("target_parameters", []).extend(f"{name}.{weight}" for weight in weights)

@@ -252,7 +252,7 @@ def fill_parameters(
 
 _NOT_COMPUTED = (
     "mtp.", "model.visual.", "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
-    "model.embed_vision.", "model.audio_tower.", "model.embed_audio.",
+    "model.embed_vision.", "model.vision_embedder.", "model.audio_tower.", "model.embed_audio.",
 )  # fmt: skip
 """Prefixes of tensors that are ignored: multi-token-prediction heads and the towers of Qwen3.5, Gemma 3 and Gemma 4."""
 

@@ -21,7 +21,7 @@ PARAMETERS = {
     "LFM2-8B-A1B": 8.34, "LFM2.5-8B-A1B": 8.467,
     "Ministral-3-3B": 3.429, "granite-3.3-2b-instruct": 2.534, "granite-4.0-350m": 0.352, "granite-4.0-h-350m": 0.340, "granite-4.0-h-1b": 1.462, "granite-4.0-micro": 3.403,
     "granite-4.0-h-micro": 3.191, "granite-4.0-h-tiny": 6.939, "granite-4.0-h-small": 32.21, "granite-3.1-1b-a400m-instruct": 1.335, "Phi-3.5-mini-instruct": 3.821, "Phi-4-mini-instruct": 3.836, "gemma-3-270m": 0.268, "gemma-3-1b": 1.0,
-    "gemma-3-4b": 3.884, "gemma-3-12b": 11.771, "gemma-3-27b": 27.016, "gemma-4-E2B": 4.629, "gemma-4-E4B": 7.463, "gemma-4-31B": 30.7, "gemma-4-26B-A4B": 25.23, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
+    "gemma-3-4b": 3.884, "gemma-3-12b": 11.771, "gemma-3-27b": 27.016, "gemma-4-E2B": 4.629, "gemma-4-E4B": 7.463, "gemma-4-31B": 30.7, "gemma-4-12B": 11.9, "gemma-4-26B-A4B": 25.23, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
     "Qwen3-30B-A3B": 30.53, "OLMoE-1B-7B-0924": 6.919, "Mixtral-8x7B": 46.70, "Qwen1.5-MoE-A2.7B": 14.32,
     "Qwen3.5-0.8B": 0.752, "Qwen3.5-9B": 8.954, "NVIDIA-Nemotron-Nano-9B-v2": 8.89, "NVIDIA-Nemotron-Nano-12B-v2": 12.31,
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6, "NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": 31.6, "NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": 31.6,

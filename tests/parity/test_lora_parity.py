@@ -283,20 +283,25 @@ WITH_IMAGES = {
     "gemma4": ("Gemma4Config", IMAGES),
     "gemma4_experts": ("Gemma4Config", IMAGES),
     "gemma4_without_inputs": ("Gemma4UnifiedConfig", dict(audio_config=None)),
+    "mistral": (
+        "Mistral3Config",
+        dict(vision_config=TOWER | dict(model_type="pixtral", head_dim=8, image_size=28, patch_size=14)),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
-def test_lora_adapter_of_gemma_with_images_loads_in_peft_onto_the_whole_model(name, tmp_path):
+def test_lora_adapter_of_a_model_with_images_loads_in_peft_onto_the_whole_model(name, tmp_path):
     peft = pytest.importorskip("peft")
     import transformers
 
     kind, more = WITH_IMAGES[name]
-    text = {key: value for key, value in configurations()[name].to_dict().items() if key != "model_type"} | {
-        "initializer_range": 0.1
-    }
+    text = configurations()[name].to_dict() | {"initializer_range": 0.1}
+    if kind == "Gemma4UnifiedConfig":
+        del text["model_type"]
     config = getattr(transformers, kind)(text_config=text, **more)
-    hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    auto = transformers.AutoModelForImageTextToText if name == "mistral" else transformers.AutoModelForCausalLM
+    hf = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
     hf.save_pretrained(tmp_path / "base")
     lora = lora_of(tmp_path / "base")
     model = adapted(tmp_path / "base", lora, torch.float32)

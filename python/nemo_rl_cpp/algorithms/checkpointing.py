@@ -221,6 +221,8 @@ class Saver:
         if not result.interrupted and not manager.metric_missed:
             manager.metric_missed = True
             why = "no validation ran on this step: make save_period a multiple of val_period, or set val_at_end"
+            if self.validator is None:
+                why = "there is no validation data: set data.validation, or metric_name to train:NAME or null"
             why = f"this step's {kind} metrics have no {name!r}" if there else why
             self.terminal.progress.print(
                 f"warning: the checkpoint is saved without checkpointing.metric_name={manager.metric_name}, by which it would "

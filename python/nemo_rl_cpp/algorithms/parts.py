@@ -348,9 +348,13 @@ def make_validation(
     collector: RolloutCollector, logger: Logger, timer: Timer,
 ) -> Validation | None:  # fmt: skip
     """Return the validation of a run, None without validation data. It generates responses, or in supervised
-    fine-tuning computes the loss on held-out answers."""
+    fine-tuning computes the loss on held-out answers. Raise ValueError if a validation is to end the run, without
+    data."""
     rows, loop, environments = data.validation, config.loop, data.environments
     if rows is None:
+        if loop.stop_at_validation_metric is not None:
+            key = f"{loop.section_name}.stop_at_validation_metric={loop.stop_at_validation_metric}"
+            raise ValueError(f"{key} needs validation data, and there is none: set data.validation, or the key to null")
         return None
     sizes = [size for size in (loop.val_batch_size, loop.max_val_samples, len(rows)) if size is not None]
     loader = StatefulDataLoader(rows, min(sizes))  # in the order of the data

@@ -153,7 +153,7 @@ def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[object
         if key in batch:
             table[name] = [row.tolist() for row in batch.rows(batch.tokens[key])]
     parts = [key for key in samples.keys() if str(key).startswith("reward/")]
-    for key in ("group_id", "filtered_reward", *parts):
+    for key in ("group_id", *parts):
         if key in samples:
             table[key] = torch.as_tensor(samples[key]).tolist()
     return table | truths(samples)

@@ -4,6 +4,7 @@ run."""
 import json
 
 import pytest
+import tiny
 import torch
 from loop_fakes import Policy, fake_run, logged, train
 from nemo_rl_cpp.algorithms.algorithm import GroupAdvantages
@@ -159,6 +160,12 @@ def test_grpo_run_saves_a_checkpoint_and_ends_if_validation_reaches_the_threshol
     assert run.state.step == 1 and run.state.stop_reason == "accuracy reached 0.9"
     info = json.loads((tmp_path / "checkpoints" / "step_1" / "training_info.json").read_text())
     assert info["val:accuracy"] == 1.0 and info["val_reward"] == 1.0
+
+
+def test_validation_metric_that_is_to_end_a_run_without_validation_data_is_an_error_before_the_run(tmp_path):
+    stop = ("grpo.stop_at_validation_metric=accuracy", "grpo.stop_at_validation_threshold=0.9", "grpo.val_period=1")
+    with pytest.raises(ValueError, match="stop_at_validation_metric=accuracy needs validation data"):
+        tiny.make(tmp_path, *tiny.SMALL, *stop, "data.validation=null")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import os
 import pytest
 import tiny
 import torch
-from loop_fakes import train
+from loop_fakes import Warns, train
 from nemo_rl_cpp.algorithms.checkpointing import NotSavedError
 from nemo_rl_cpp.algorithms.hooks import summary
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
@@ -215,6 +215,13 @@ def test_checkpoints_saved_without_the_configured_metric_give_one_warning_per_ru
     with pytest.warns(UserWarning, match=words) as warned:
         train(run)
     assert sum("saved without" in str(w.message) for w in warned) == 1
+
+
+def test_warning_about_the_metric_of_a_run_without_validation_data_advises_to_set_data(tmp_path):
+    run = tiny.make(tmp_path, *tiny.SMALL, "data.validation=null", "checkpointing.enabled=true", "grpo.max_num_steps=1")
+    run.terminal.progress = Warns()
+    with pytest.warns(UserWarning, match="saved without checkpointing.metric_name=val:accuracy.*set data.validation"):
+        run.train()
 
 
 def test_interrupted_run_gets_no_warning_about_a_missing_validation_metric(tmp_path, recwarn):

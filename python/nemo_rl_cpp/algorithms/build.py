@@ -270,7 +270,7 @@ def connect_hooks(run: TrainingRun) -> None:
         *([validation.at_start] if validation else []),
         log.validation,
         terminal.validation,
-        saver.check_metric_name,
+        saver.check_metric_names,
         run.callbacks.after_validation,
     ]
     run.after_step = [

@@ -20,7 +20,7 @@ import pickle
 import shutil
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -125,6 +125,7 @@ class Saver:
     logger: Logger
     timer: Timer
     terminal: Terminal
+    seen: set[str] = field(default_factory=set)  # keys whose metric was found among those of this run
 
     def after_step(self, result: StepResult) -> None:
         """Save a checkpoint if `CheckpointManager.save_reason` returns a reason, or if an earlier save failed because
@@ -132,7 +133,7 @@ class Saver:
 
         If the disk is full, warn once and continue; at the end of the run raise NotSavedError instead. Weights that are
         not finite are never saved: raise NonFiniteError, whose message lists the first such parameters."""
-        self.check_metric_name(result)
+        self.check_metric_names(result)
         manager, state = self.manager, result.state
         reason = manager.save_reason(
             state.step, is_last=state.finished, early_stop=result.reached_target, timeout=result.timed_out,
@@ -182,19 +183,26 @@ class Saver:
                 write_state(folder / READY_BATCHES, ready)
         return Path(folder).with_name(f"step_{state.step}")
 
-    def check_metric_name(self, result: StepResult) -> None:
-        """Raise ValueError if the run has no metric NAME of `checkpointing.metric_name`, "train:NAME" or "val:NAME".
-        Called before training and after each step, so that the error comes before the first save."""
-        manager, validation = self.manager, result.validation
-        kind, _, name = (manager.metric_name or "").partition(":")
-        if not name or not manager.enabled or manager.metric_seen:
+    def check_metric_names(self, result: StepResult) -> None:
+        """Raise ValueError if the run lacks the metric of `checkpointing.metric_name`, "train:NAME" or "val:NAME", or of
+        `stop_at_validation_metric`. Called before training and after each step, so that the error comes before the
+        first save."""
+        kind, _, name = (self.manager.metric_name or "").partition(":")
+        if self.manager.enabled:
+            self._check_name("checkpointing.metric_name", kind, name, result)
+        stop = self.config.loop.stop_at_validation_metric
+        self._check_name(f"{self.config.algorithm}.stop_at_validation_metric", "val", stop, result)
+
+    def _check_name(self, key: str, kind: str, name: str | None, result: StepResult) -> None:
+        """Raise ValueError, which names `key`, if the `kind` metrics ("train" or "val") have no `name`."""
+        if not name or key in self.seen:
             return
         # a step that trains only on groups that dynamic sampling kept has no rollouts, so their metrics are missing
         known: Iterable[str] | None = None
         if kind == "train":
             known = result.metrics if result.rollout_names else None
-        elif validation is not None:
-            known = validation.metrics
+        elif result.validation is not None:
+            known = result.validation.metrics
         elif self.validator is not None and result.rollout_names:
             known = self.validator.gives(result.rollout_names, self.environments)
             if known is not None and name in known:
@@ -202,11 +210,8 @@ class Saver:
         if not known:  # the names of the metrics are not known yet
             return
         if name not in known:
-            raise ValueError(
-                f"checkpointing.metric_name={manager.metric_name!r}: the {kind} metrics have no {name!r}; there are "
-                f"{', '.join(sorted(known))}"
-            )
-        manager.metric_seen = True
+            raise ValueError(f"{key}: the {kind} metrics have no {name!r}; there are {', '.join(sorted(known))}")
+        self.seen.add(key)
 
     def _metric_of(self, result: StepResult) -> dict[str, float]:
         """Return {`metric_name`: value} of the metric that ranks checkpoints, or {} with a warning, once per run."""

@@ -150,15 +150,11 @@ def headline(metrics: Mapping[str, Any]) -> tuple[str, float]:
 
 
 def reached_target(metrics: Metrics | None, loop: LoopConfig) -> bool:
-    """Return whether a validation reached `stop_at_validation_threshold`. Raise ValueError if it lacks the metric."""
+    """Return whether a validation reached `stop_at_validation_threshold`."""
     name, threshold = loop.stop_at_validation_metric, loop.stop_at_validation_threshold
-    if metrics is None or name is None or threshold is None:
+    if metrics is None or threshold is None:
         return False
-    if name not in metrics:
-        raise ValueError(
-            f"{loop.section_name}.stop_at_validation_metric={name!r}: there are {', '.join(sorted(metrics))}"
-        )
-    return metrics[name] >= threshold
+    return metrics.get(name, -math.inf) >= threshold
 
 
 # ---- conversations in the terminal

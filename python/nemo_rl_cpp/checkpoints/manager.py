@@ -59,7 +59,6 @@ class CheckpointManager:
     or, after `claim`, for a whole run.
 
     Attributes:
-        metric_seen: whether `metric_name` was found among the metrics of this run.
         metric_missed: whether the user was warned that a checkpoint lacks the metric.
         removed: names of the checkpoints that the last save removed.
         owed: whether a due checkpoint could not be saved because the disk was full.
@@ -74,7 +73,7 @@ class CheckpointManager:
         self.enabled, self.metric_name, self.save_period = config.enabled, config.metric_name, config.save_period
         self.save_optimizer = config.save_optimizer
         self.checkpoint_dir = Path(config.checkpoint_dir).absolute()  # the user's code may change the working directory
-        self.metric_seen = self.metric_missed = self.owed = False
+        self.metric_missed = self.owed = False
         self.removed: list[str] = []
         self.facts: dict[str, Plain] = {}
         self._lock: FolderLock | None = None

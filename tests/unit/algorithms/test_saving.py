@@ -143,7 +143,19 @@ def make_steps(tmp_path, steps, metric, *overrides):
 def test_unknown_checkpoint_metric_name_ends_the_run_after_the_first_step(tmp_path, name):
     """Only training has the metric `loss`."""
     run = make_steps(tmp_path, 9, name, "grpo.val_period=5")
-    with pytest.raises(ValueError, match=f"metric_name='{name}': the .* metrics have no .*; there are .*accuracy"):
+    kind, missing = name.split(":")
+    with pytest.raises(ValueError, match=f"metric_name: the {kind} metrics have no '{missing}'; there are .*accuracy"):
+        train(run)
+    assert run.state.step == 1
+
+
+def test_unknown_metric_that_is_to_end_the_run_is_an_error_after_the_first_step(tmp_path):
+    """A user may write it as in checkpointing.metric_name."""
+    stop = ("grpo.stop_at_validation_metric=val:accuracy", "grpo.stop_at_validation_threshold=0.9")
+    run = make(tmp_path, "grpo.max_num_steps=9", "grpo.val_period=5", *stop, "checkpointing.enabled=false")
+    with pytest.raises(
+        ValueError, match="stop_at_validation_metric: the val metrics have no 'val:accuracy'; there are accuracy"
+    ):
         train(run)
     assert run.state.step == 1
 

@@ -275,7 +275,8 @@ def equal_rewards(h: MetricHistory) -> Found:
         why = f"{percent(best / 100)} had the best reward throughout: the task is too easy. Use harder prompts."
     elif worst > 2 * best:
         why = f"{percent(worst / 100)} had the worst reward throughout: the task is too hard. Use easier prompts first."
-    why += " grpo.use_dynamic_sampling=true replaces such groups by others, at the price of more generation."
+    sampling = "Dynamic sampling" if h.setting("grpo.use_dynamic_sampling") else "grpo.use_dynamic_sampling=true"
+    why += f" {sampling} replaces such groups by others, at the price of more generation."
     return level, title, why
 
 
@@ -317,11 +318,10 @@ def truncation(h: MetricHistory) -> Found:
         return "info", title, advice
     if (h.recent("train/reward_of_truncated") or 0) > 0:
         level = "warn"  # truncated responses earn rewards, so their endings may not matter
-    loop = _loop(h)
-    advice = (
-        "Raise policy.generation.max_new_tokens, add stop strings, or shape the reward "
-        f"({loop}.reward_shaping, {loop}.overlong_filtering)."
-    )
+    keys = [f"{_loop(h)}.{key}" for key in ("reward_shaping.enabled", "overlong_filtering")]
+    unused = ", ".join(key for key in keys if not h.setting(key))
+    advice = "Raise policy.generation.max_new_tokens, or add stop strings"
+    advice += f", or shape the reward ({unused})." if unused else "."
     return level, f"{percent(rate)} of responses were cut off at the length limit", advice
 
 

@@ -208,4 +208,15 @@ def test_each_serious_warning_has_a_separate_row_in_the_final_table():
 )
 def test_advice_about_truncated_responses_names_configuration_keys_of_the_algorithm_in_use(section, key):
     history = MetricHistory([{"step": 1, "train/truncation_rate": 0.5}], {section: {key: 4}})
-    assert f"({section}.reward_shaping, {section}.overlong_filtering)" in findings.truncation(history).advice
+    assert f"({section}.reward_shaping.enabled, {section}.overlong_filtering)" in findings.truncation(history).advice
+
+
+def test_advice_of_a_dapo_run_does_not_name_the_keys_that_it_has_set():
+    given = settings(
+        grpo={"use_dynamic_sampling": True, "reward_shaping": {"enabled": True}, "overlong_filtering": True}
+    )
+    history = silent(given, truncation_rate=0.5, mean_gen_tokens_per_sample=64.0, mean_prompt_length=20.0)
+    assert findings.truncation(history).advice == "Raise policy.generation.max_new_tokens, or add stop strings."
+    shares = {"train/groups/pct_equal": 71.0, "train/groups/pct_equal_best": 65.0}
+    advice = findings.equal_rewards(MetricHistory([{"step": 1, **shares}], given)).advice
+    assert "Dynamic sampling replaces" in advice and "grpo.use_dynamic_sampling" not in advice

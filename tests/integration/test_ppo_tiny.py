@@ -42,13 +42,18 @@ def test_critic_metrics_are_logged_at_every_ppo_step(tmp_path):
     assert len({row["weights/digest"] for row in run.history}) == 4
 
 
-def test_ppo_run_ends_with_an_error_before_the_update_if_all_samples_of_a_step_are_masked(tmp_path):
-    """All responses are cut off after their first token, and overlong filtering masks such responses."""
-    run = tiny.make(tmp_path, *SMALL, "policy.generation.max_new_tokens=1", "ppo.overlong_filtering=true", "policy.generation.stop_token_ids=[]",
+@pytest.mark.parametrize(
+    "key, words",
+    [("overlong_filtering=true", "32 of them because they were cut off; raise policy.generation.max_new"),
+     ("seq_logprob_error_threshold=0.5", "0 of them because they were cut off; look at ppo.seq_logprob_error")],
+)  # fmt: skip
+def test_ppo_run_ends_with_an_error_before_the_update_if_all_samples_of_a_step_are_masked(tmp_path, key, words):
+    """All responses are cut off after their first token, which masks them only with overlong filtering. The other key
+    masks every response, since the smallest error is 1."""
+    run = tiny.make(tmp_path, *SMALL, "policy.generation.max_new_tokens=1", f"ppo.{key}", "policy.generation.stop_token_ids=[]",
                     config="ppo_tiny.yaml")  # fmt: skip
     before = run.policy.weight_digest(), run.critic.model.weight_digest()
-    words = "all 32 samples of this step are masked, 32 of them were cut off; raise policy.generation.max_new"
-    with pytest.raises(NothingToTrainOnError, match=words):
+    with pytest.raises(NothingToTrainOnError, match=f"all 32 samples of this step are masked, {words}"):
         run.train()
     assert (run.policy.weight_digest(), run.critic.model.weight_digest()) == before
 

@@ -37,7 +37,7 @@ def train_loop(run: "TrainingRun") -> None:
                     run.teachers.add_logprobs(batch, samples)
                     metrics |= step.mask_by_logprob_error(batch, loop.seq_logprob_error_threshold)
                     if run.algorithm.needs_tokens:
-                        step.require_valid_tokens(samples, batch, config.algorithm)
+                        step.require_valid_tokens(samples, batch, loop)
                 with timer("advantage_calculation"):
                     metrics |= run.advantages.add(batch)
                     metrics |= step.overwrite_advantages(batch, samples.message_log, loop.message_advantages)

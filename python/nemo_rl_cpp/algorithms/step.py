@@ -15,6 +15,7 @@ from nemo_rl_cpp.algorithms import step_metrics
 from nemo_rl_cpp.algorithms.collector import Collected
 from nemo_rl_cpp.algorithms.hooks import StepResult
 from nemo_rl_cpp.algorithms.loss import LossFunction
+from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.metrics.timer import Timer
@@ -29,15 +30,17 @@ class NothingToTrainOnError(RuntimeError):
     """Raised if a batch has no token to train on."""
 
 
-def require_valid_tokens(samples: Rollouts, batch: TrainBatch, section: str) -> None:
+def require_valid_tokens(samples: Rollouts, batch: TrainBatch, loop: LoopConfig) -> None:
     """Raise NothingToTrainOnError if every token of `batch` is masked, because an optimizer step would then only decay
-    the weights. `section` is the configuration section whose keys the message names."""
+    the weights."""
     if bool(batch.is_valid.any()):
         return
-    cut = int(samples.truncated.sum())
+    cut, section = int(samples.truncated.sum()) if loop.overlong_filtering else 0, loop.section_name
+    advice = f"look at {section}.seq_logprob_error_threshold, mask_sample of the environment and the prompts' lengths"
+    if cut:
+        advice = f"raise policy.generation.max_new_tokens, set {section}.overlong_filtering to false, or {advice}"
     raise NothingToTrainOnError(
-        f"no token is left to train on: all {batch.size} samples of this step are masked, {cut} of them were cut off; raise "
-        f"policy.generation.max_new_tokens, or look at {section}.overlong_filtering, {section}.seq_logprob_error_threshold and the prompts' lengths"
+        f"no token is left to train on: all {batch.size} samples of this step are masked, {cut} of them because they were cut off; {advice}"
     )
 
 

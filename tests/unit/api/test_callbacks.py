@@ -1,19 +1,11 @@
-"""Callbacks hear of what happens, in its order, and may stop the run."""
-
 import signal
 from pathlib import Path
 
 import nemo_rl_cpp
 import pytest
-import torch
 from nemo_rl_cpp.models import hub_upload
 
 ROWS = [{"prompt": f"{a}{b}="} for a in range(10) for b in range(2)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 class Heard(nemo_rl_cpp.Callback):

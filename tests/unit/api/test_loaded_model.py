@@ -1,5 +1,3 @@
-"""load and evaluate: a run's folder writes what its training would, and is scored as the functions say."""
-
 import json
 import shutil
 

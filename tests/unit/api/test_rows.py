@@ -1,5 +1,3 @@
-"""Prompts in every form that a caller brings: taken as what they are, or refused in one sentence."""
-
 import json
 import pathlib
 

@@ -1,16 +1,9 @@
-"""train_grpo: the forms of prompts and rewards, overrides, what comes back."""
-
 import nemo_rl_cpp
 import numpy as np
 import pytest
 import torch
 
 ROWS = [{"prompt": f"{a}{b}=", "answer": f"{a}" * 3} for a in range(10) for b in range(2)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 def share_right(completions, answer):

@@ -1,12 +1,8 @@
-"""Wrong calls of train_grpo and train_ppo: each is refused by one sentence that names the right thing, before a model is loaded; a
-reward function that returns what it must not ends the first step with one."""
-
 import re
 from pathlib import Path
 
 import nemo_rl_cpp
 import pytest
-import torch
 from nemo_rl_cpp.api import training
 from nemo_rl_cpp.config.errors import OF_TRL
 
@@ -106,6 +102,11 @@ WRONG = [
     ({"model": RewardModel()}, "model is a RewardModel; it must be a folder, a packaged model, or a name on the hub"),
     ({"loss_fn": {"kwargs": {"a": 1}}}, "loss_fn.kwargs go to a class or function of yours, but loss_fn.name is clipped_pg: leave them out"),
 ]  # fmt: skip
+WRONG_PPO = [
+    ({"ppo__adv_estimator__uses_critic": False}, "ppo.adv_estimator.uses_critic is for an estimator of yours, but .* gae needs a critic"),
+    ({"critic_learning_rate": -1.0}, "argument critic_learning_rate: value.optimizer.kwargs.lr"),
+    ({"adv_estimator": "grpo"}, "argument adv_estimator: ppo.adv_estimator.name must be one of gae, raw_reward, opd, a dotted name, not 'grpo'"),
+]  # fmt: skip
 
 
 def one_sentence(caught, words):
@@ -114,31 +115,18 @@ def one_sentence(caught, words):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize(("given", "words"), WRONG, ids=range(len(WRONG)))
-def test_invalid_train_grpo_call_is_a_one_line_error_before_training(tmp_path, monkeypatch, given, words):
+@pytest.mark.parametrize(
+    ("train", "given", "words"),
+    [(train, *case) for train, cases in ((nemo_rl_cpp.train_grpo, WRONG), (nemo_rl_cpp.train_ppo, WRONG_PPO)) for case in cases],
+    ids=range(len(WRONG) + len(WRONG_PPO)),
+)  # fmt: skip
+def test_invalid_training_call_is_a_one_line_error_before_training(tmp_path, monkeypatch, train, given, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(training, "_train", lambda *parts: pytest.fail("training began"))
     with pytest.raises(ValueError) as caught:
-        nemo_rl_cpp.train_grpo(**{"model": "tiny-random", "prompts": ROWS, "reward_funcs": reward} | SMALL | given)
+        train(**{"model": "tiny-random", "prompts": ROWS, "reward_funcs": reward} | SMALL | given)
     one_sentence(caught, words)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("given", "words"), [
-    ({"ppo__adv_estimator__uses_critic": False}, "ppo.adv_estimator.uses_critic is for an estimator of yours, but .* gae needs a critic"),
-    ({"critic_learning_rate": -1.0}, "argument critic_learning_rate: value.optimizer.kwargs.lr"),
-    ({"adv_estimator": "grpo"}, "argument adv_estimator: ppo.adv_estimator.name must be one of gae, raw_reward, opd, a dotted name, not 'grpo'"),
-])  # fmt: skip
-def test_invalid_train_ppo_call_is_a_one_line_error_before_training(tmp_path, monkeypatch, given, words):
-    monkeypatch.setattr(training, "_train", lambda *parts: pytest.fail("training began"))
-    with pytest.raises(ValueError) as caught:
-        nemo_rl_cpp.train_ppo("tiny-random", ROWS, reward, **SMALL | given, log_dir=tmp_path)
-    one_sentence(caught, words)
 
 
 def test_suggested_replacements_of_trl_keywords_equal_those_in_the_trl_migration_guide():

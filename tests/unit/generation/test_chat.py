@@ -1,5 +1,3 @@
-"""`nemo-rl-cpp generate --chat`: which chat template it uses, and what it says of it."""
-
 import sys
 import warnings
 
@@ -48,16 +46,8 @@ def continued(folder, text):
     return TextGenerator(folder, precision="float32").generate(text, greedy=True, max_new_tokens=4).text
 
 
-@pytest.mark.parametrize(
-    "run", [None, {}, {"chat_template": "default"}, {"chat_template": OWN}, {"chat_template_kwargs": None}]
-)
-def test_chat_template_of_the_model_is_used_without_a_warning(tmp_path, capsys, run):
-    folder = checkpoint(tmp_path, OWN, run)
-    out = chat(folder, capsys)
-    assert out.out.strip() == continued(folder, "12=") and "warning" not in out.err
-
-
 @pytest.mark.parametrize(("run", "said"), [
+    *((run, None) for run in (None, {}, {"chat_template": "default"}, {"chat_template": OWN}, {"chat_template_kwargs": None})),
     ({"chat_template": None}, "the model's own chat template is used; the run trained without a template (policy.tokenizer"),
     ({"chat_template": "{{ messages[0].content }}+"},
      "the model's own chat template is used; the run trained with another one"),
@@ -65,11 +55,11 @@ def test_chat_template_of_the_model_is_used_without_a_warning(tmp_path, capsys, 
     ({"chat_template_kwargs": {"enable_thinking": False}},
      "the run gave its chat template the values {'enable_thinking': False}"),
 ])  # fmt: skip
-def test_chat_template_of_training_that_differs_from_the_models_gives_a_warning(tmp_path, capsys, run, said):
+def test_chat_template_of_the_model_is_used_with_a_warning_only_if_training_used_another(tmp_path, capsys, run, said):
     folder = checkpoint(tmp_path, OWN, run)
     out = chat(folder, capsys)
     assert out.out.strip() == continued(folder, "12=")
-    assert out.err.count("warning: ") == 1 and said in out.err
+    assert out.err.count("warning: ") == (said is not None) and (said or "") in out.err
 
 
 def test_chat_template_of_the_training_run_is_used_if_the_model_has_none(tmp_path, capsys):

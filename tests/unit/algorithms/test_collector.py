@@ -396,26 +396,3 @@ def test_sync_run_resumed_from_an_async_checkpoint_drops_the_saved_rollout_batch
     assert state.current_epoch == 2, "the data is past these batches"
     said = "because each step of this run generates its own rollouts."
     assert capsys.readouterr().out == f"Dropped {many} of rollouts that the checkpoint had generated ahead, {said}\n"
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_generation_engine_is_closed_if_a_rollout_fails(error):
-    """It takes no requests and holds no cache then; the first error is the one that is told."""
-    calls = []
-
-    class Engine:
-        def prepare_for_generation(self):
-            calls.append("open")
-
-        def finish_generation(self):
-            calls.append("closed")
-            raise RuntimeError("it cannot be closed")
-
-    def fails(weight_version, timer):
-        raise error("of a reward function")
-
-    collector = SyncCollector(Engine(), None, None, None, None, TrainState())
-    collector.refresh, collector.make = lambda timer: collector.generation.prepare_for_generation() or {}, fails
-    with pytest.raises(error, match="of a reward function") as told:
-        collector.collect(Timer())
-    assert calls == ["open", "closed"] and "it cannot be closed" in told.value.__notes__[0]

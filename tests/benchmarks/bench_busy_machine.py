@@ -1,7 +1,6 @@
 """The step of the first run with one and two threads, alone and next to busy processes: the effect of waiting threads.
 
-    uv run python tests/benchmarks/bench_busy_machine.py [--rounds 5] [--neighbours 0 1 2] [--config FILE]
-        [key=value ...]
+    uv run python tests/benchmarks/bench_busy_machine.py [--rounds 5] [--neighbours 0 1 2]
 
 A side is a process with a run of configs/grpo_arithmetic_smollm2.yaml that takes one step on request. So the sides take
 turns, step by step, and other load on the machine affects all of them. A neighbour is a process that computes all the
@@ -23,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from sides import HIDDEN, Child, choices, options
+from sides import HIDDEN, Child, options
 
 SIDES: dict[str, dict[str, str]] = {
     "1 thread": {"OMP_NUM_THREADS": "1"},
@@ -34,7 +33,7 @@ SIDES: dict[str, dict[str, str]] = {
 NEIGHBOUR = "x = 1\nwhile True:\n    x = (x * 1103515245 + 12345) % 2147483648\n"
 
 
-def side(config_file: str, folder: str, overrides: list[str]) -> None:
+def side(folder: str) -> None:
     """Take a step for each line of standard input, and print its seconds."""
     import nemo_rl_cpp
     from nemo_rl_cpp.report.progress import Progress
@@ -51,10 +50,10 @@ def side(config_file: str, folder: str, overrides: list[str]) -> None:
             self.began = time.perf_counter()
 
     config = nemo_rl_cpp.load_grpo_config(
-        config_file,
+        "grpo_arithmetic_smollm2.yaml",
         [
             "grpo.max_num_steps=100000", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false",
-            "checkpointing.enabled=false", "logger.tensorboard_enabled=false", "logger.report=false", f"logger.log_dir={folder}", *overrides,
+            "checkpointing.enabled=false", "logger.tensorboard_enabled=false", "logger.report=false", f"logger.log_dir={folder}",
         ],
     )  # fmt: skip
     with nemo_rl_cpp.build_run(config) as run:
@@ -63,17 +62,16 @@ def side(config_file: str, folder: str, overrides: list[str]) -> None:
         run.train()
 
 
-def start(name: str, environment: dict[str, str], arguments: argparse.Namespace) -> Child:
+def start(name: str, environment: dict[str, str]) -> Child:
     chosen = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))} | environment
     folder = tempfile.mkdtemp(prefix="busy_")
-    command = [sys.executable, __file__, "--config", arguments.config, "--side", folder, *arguments.overrides]
-    return Child(name, command, chosen)
+    return Child(name, [sys.executable, __file__, "--side", folder], chosen)
 
 
 def measure(arguments: argparse.Namespace) -> None:
     """Print the seconds of a step of each side, with each number of neighbours."""
-    names = arguments.sides
-    processes = {name: start(name, SIDES[name], arguments) for name in names}
+    names = list(SIDES)
+    processes = {name: start(name, SIDES[name]) for name in names}
     try:
         for count in arguments.neighbours:
             busy = [subprocess.Popen([sys.executable, "-c", NEIGHBOUR]) for _ in range(count)]
@@ -98,7 +96,7 @@ def show(count: int, rows: dict[str, list[float]]) -> None:
     print(f"{count} busy neighbours, load {load}", flush=True)
     for name, seconds in rows.items():
         quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
-        better = [min(one, own) for one, own in zip(rows.get("1 thread", seconds), rows.get("libgomp", seconds))]
+        better = map(min, rows["1 thread"], rows["libgomp"])
         ratio = statistics.median(own / best for own, best in zip(seconds, better))
         print(
             f"  {name:<9} {statistics.median(seconds):7.2f} s  [{quartiles[0]:.2f}, {quartiles[2]:.2f}]   {ratio:.2f} of the better of "
@@ -108,12 +106,9 @@ def show(count: int, rows: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    arguments = options(
-        __doc__, config={"default": "configs/grpo_arithmetic_smollm2.yaml", "help": "of a GRPO run"}, rounds=5, neighbours=[0, 1, 2],
-        sides=choices(SIDES), side=HIDDEN, overrides={"nargs": "*", "metavar": "key=value", "help": "of the configuration"},
-    )  # fmt: skip
+    arguments = options(__doc__, rounds=5, neighbours=[0, 1, 2], side=HIDDEN)
     if arguments.side is not None:
-        return side(arguments.config, arguments.side, arguments.overrides)
+        return side(arguments.side)
     measure(arguments)
 
 

@@ -1,7 +1,6 @@
 """Tinker's API: an RL step by HTTP compared with the same step in process, and eight tenants at once or one by one.
 
-    uv run python tests/benchmarks/bench_tinker.py [--rounds 4] [--tenants 8] [--tenant-rounds 3] [--seconds 280]
-        [--model FOLDER]
+    uv run python tests/benchmarks/bench_tinker.py [--rounds 4] [--tenants 8] [--tenant-rounds 3] [--model FOLDER]
 
 A step has the sizes of the quickstart: 8 samples for each of 16 prompts with three solved sums, at most 6 tokens, one
 forward_backward, and one AdamW step, with LoRA of rank 8. By HTTP the client is Tinker's SDK, and the server is a
@@ -9,7 +8,7 @@ separate process. Both sides take the same step in turn, and sample the same tok
 
 Tenants are clients in threads of one process. In a round each takes one step, and the two ways take turns. Memory is
 the peak of a process; one tenant and all tenants have separate processes. Ratios are given as the median and the
-quartiles of the rounds. Except for the first, no round starts that would end after `--seconds`."""
+quartiles of the rounds."""
 
 import argparse
 import json
@@ -93,9 +92,7 @@ def overhead(arguments: argparse.Namespace) -> dict[str, object]:
                     questions = prompts(tokenizer, number, arguments.prompts)
                     answers[name].append(rl_step(sides[name], questions, number))
 
-                seconds = alternated(
-                    {name: partial(step, name) for name in sides}, range(arguments.rounds + 1), arguments.until
-                )
+                seconds = alternated({name: partial(step, name) for name in sides}, range(arguments.rounds + 1))
                 assert answers["http"] == answers["process"]
         finally:
             server.terminate()
@@ -106,13 +103,10 @@ def overhead(arguments: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def alternated(sides: dict[str, Callable[[int], None]], rounds: range, until: float) -> dict[str, list[float]]:
+def alternated(sides: dict[str, Callable[[int], None]], rounds: range) -> dict[str, list[float]]:
     """Return the seconds of each side in each round. The sides alternate in going first; round 0 is a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in rounds:
-        last = sum(values[-1] for values in seconds.values() if values)
-        if last and time.monotonic() + last > until:
-            break
         for name in sorted(sides, reverse=number % 2 == 1):
             begin = time.perf_counter()
             sides[name](number)
@@ -150,29 +144,25 @@ def tenants(arguments: argparse.Namespace, count: int) -> tuple[dict[str, list[f
             step(clients[0], 1)
         else:
             rounds = range(1, arguments.tenant_rounds + 1)
-            seconds = alternated({"in turn": in_turn, "together": together}, rounds, arguments.until)
+            seconds = alternated({"in turn": in_turn, "together": together}, rounds)
     return seconds, peak_mb()
 
 
 def main() -> None:
     arguments = options(
         __doc__, rounds={"type": int, "default": 4, "help": "of HTTP and in process"}, tenant_rounds=3, tenants=8, prompts=16,
-        threads=2, model="smollm2-135m-instruct", only={"choices": ["overhead", "tenants"]}, seconds=280.0,
+        threads=2, model="smollm2-135m-instruct",
     )  # fmt: skip
-    arguments.until = time.monotonic() + arguments.seconds
-    result: dict[str, object] = {"model": Path(arguments.model).name, "threads": arguments.threads}
-    if arguments.only != "tenants":
-        result |= overhead(arguments)
-        print(json.dumps(result), flush=True)
-    if arguments.only != "overhead":
-        _, one = in_new_process(tenants, arguments, 1)
-        seconds, several = in_new_process(tenants, arguments, arguments.tenants)
-        result |= {
-            "tenants": arguments.tenants, "tenant_rounds": len(seconds["together"]),
-            "throughput_together": spread([a / b for a, b in zip(seconds["in turn"], seconds["together"])]),
-            "memory": round(several / one, 3), "peak_mb_of_one": round(one), "peak_mb_together": round(several),
-        }  # fmt: skip
-        print(json.dumps(result))
+    result = {"model": Path(arguments.model).name, "threads": arguments.threads, **overhead(arguments)}
+    print(json.dumps(result), flush=True)
+    _, one = in_new_process(tenants, arguments, 1)
+    seconds, several = in_new_process(tenants, arguments, arguments.tenants)
+    result |= {
+        "tenants": arguments.tenants, "tenant_rounds": len(seconds["together"]),
+        "throughput_together": spread([a / b for a, b in zip(seconds["in turn"], seconds["together"])]),
+        "memory": round(several / one, 3), "peak_mb_of_one": round(one), "peak_mb_together": round(several),
+    }  # fmt: skip
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ HIDDEN = {"help": argparse.SUPPRESS}
 
 def options(description: str, **given: object) -> argparse.Namespace:
     """Read the options `given` from the command line. Each value is the default, whose type is the option's type (a
-    list: several values; False: a switch), or a dictionary with the arguments of `add_argument`. With `metavar` it is
-    an argument without a name."""
+    list: several values; False: a switch), or a dictionary with the arguments of `add_argument`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in given.items():
         settings = {"type": type(value), "default": value}
@@ -28,8 +27,7 @@ def options(description: str, **given: object) -> argparse.Namespace:
             settings = {"type": type(value[0]), "nargs": "+", "default": value}
         elif value is False:
             settings = {"action": "store_true"}
-        flags = [name] if "metavar" in settings else {f"--{name.replace('_', '-')}": None, f"--{name}": None}
-        parser.add_argument(*flags, **settings)
+        parser.add_argument(*{f"--{name.replace('_', '-')}": None, f"--{name}": None}, **settings)
     return parser.parse_args()
 
 

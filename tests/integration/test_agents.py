@@ -1,5 +1,3 @@
-"""Agent functions that query the policy through its HTTP server: training uses exactly the sampled tokens."""
-
 import digit_agent
 import pytest
 import tiny

@@ -1,5 +1,3 @@
-"""Generation engines in separate processes: bit-identical training, weight versions, and a lost engine."""
-
 import os
 import signal
 

@@ -1,5 +1,3 @@
-"""Compare the forecast of memory with the peak of whole runs."""
-
 import json
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""The example grpo_from_scratch.py, and the Engine and Trainer classes that it uses."""
-
 import runpy
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""GRPO runs of a tiny model: learning, bit-exact log-probabilities, experts, and injected faults."""
-
 import re
 
 import pytest

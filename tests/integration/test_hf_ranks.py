@@ -1,5 +1,3 @@
-"""Compare runs of the transformers backend on two FSDP2 ranks with runs in one process."""
-
 from pathlib import Path
 
 import pytest

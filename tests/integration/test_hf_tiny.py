@@ -1,5 +1,3 @@
-"""Whole runs that train and generate with transformers."""
-
 import pytest
 import tiny
 from nemo_rl_cpp.config import load_eval_config

@@ -1,5 +1,3 @@
-"""Runs with LoRA: bit-exact log-probabilities, frozen base weights, resuming, and several processes."""
-
 import pytest
 import tiny
 import torch

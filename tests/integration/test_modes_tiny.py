@@ -1,5 +1,3 @@
-"""DAPO, ProRLv2 and RLOO runs of a tiny model: learning, dynamic sampling, and the reference model."""
-
 import pytest
 import tiny
 import torch

@@ -1,5 +1,3 @@
-"""Multi-turn rollouts: bit-exact log-probabilities, and training on the policy's tokens only."""
-
 from functools import partial
 
 import pytest

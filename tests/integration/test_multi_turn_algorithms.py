@@ -1,5 +1,3 @@
-"""Multi-turn rollouts with every algorithm have bit-exact log-probabilities."""
-
 import pytest
 import tiny
 from nemo_rl_cpp.config import find_config

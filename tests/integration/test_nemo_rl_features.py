@@ -1,5 +1,3 @@
-"""GDPO, length penalties and a warm start of the critic in runs of the tiny model."""
-
 import pytest
 import tiny
 import torch

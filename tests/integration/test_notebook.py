@@ -1,5 +1,3 @@
-"""The example notebook runs without errors, and is saved without outputs."""
-
 from pathlib import Path
 
 import pytest

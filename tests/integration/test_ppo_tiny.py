@@ -1,5 +1,3 @@
-"""PPO runs of a tiny model: learning, bit-exact log-probabilities, the critic's metrics, and masked samples."""
-
 import pytest
 import tiny
 from nemo_rl_cpp.algorithms.step import NothingToTrainOnError

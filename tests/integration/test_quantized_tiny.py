@@ -1,5 +1,3 @@
-"""Runs of LoRA over a quantised base: bit-exact log-probabilities, and checkpoints that hold only the adapter."""
-
 from dataclasses import replace
 
 import nemo_rl_cpp

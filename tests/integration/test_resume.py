@@ -1,5 +1,3 @@
-"""A killed run that is started again ends with the bits of an uninterrupted run."""
-
 import shutil
 import sys
 from concurrent.futures import ProcessPoolExecutor

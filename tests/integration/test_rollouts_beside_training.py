@@ -1,6 +1,3 @@
-"""Asynchronous rollouts: repeated and resumed runs are bit-identical, and the importance ratio corrects only for
-staleness; also with weights that change within responses."""
-
 import json
 
 import pytest

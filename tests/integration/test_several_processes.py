@@ -1,5 +1,3 @@
-"""Training in several processes: bit-identical with `gradient_blocks`, and one checkpoint format for any number."""
-
 import hashlib
 import json
 import os

@@ -1,6 +1,3 @@
-"""Runs with tensor parallelism: bit-exact log-probabilities, the weights of whole models up to rounding, and
-checkpoints that do not depend on the number of slices."""
-
 from pathlib import Path
 
 import pytest

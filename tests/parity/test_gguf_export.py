@@ -1,5 +1,3 @@
-"""GGUF files that `nemo-rl-cpp export` writes, computed by llama.cpp."""
-
 import copy
 import json
 

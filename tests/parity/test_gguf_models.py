@@ -1,5 +1,3 @@
-"""Models read from GGUF files equal the folders from which the files were exported."""
-
 import json
 from dataclasses import replace
 from types import MappingProxyType

@@ -1,5 +1,3 @@
-"""Compare the native decoder with transformers: logits, gradients, AdamW steps and saved checkpoints."""
-
 import re
 import sys
 

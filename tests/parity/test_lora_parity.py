@@ -1,5 +1,3 @@
-"""Compare LoRA in the native core with autograd on transformers' models, and saved adapters with PEFT."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Valid model folders give the logits and text of transformers; invalid ones give an error that names the file."""
-
 import copy
 import json
 import shutil

@@ -1,5 +1,3 @@
-"""Compare SmolLM2-135M-Instruct with transformers in float32: logits and greedy text."""
-
 import pytest
 import torch
 from nemo_rl_cpp.config.policy import PolicyConfig

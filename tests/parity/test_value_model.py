@@ -1,5 +1,3 @@
-"""Compare the native critic with transformers: values, gradients and saved checkpoints."""
-
 import pytest
 import torch
 from models import build, by_checkpoint_names, compute_in_float64, recur_in_float64

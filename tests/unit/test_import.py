@@ -1,5 +1,3 @@
-"""The package imports fast and light."""
-
 import subprocess
 import sys
 

@@ -1,5 +1,3 @@
-"""The lines before the first step: how much of a long piece of work is done."""
-
 from nemo_rl_cpp import stages
 
 

@@ -1,5 +1,3 @@
-"""How threads wait, and how many a run has."""
-
 import os
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""Calls of the user's code: which thread makes them, on which event loop, and what is put back afterwards."""
-
 import asyncio
 import locale
 import os

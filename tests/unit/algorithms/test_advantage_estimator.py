@@ -1,5 +1,3 @@
-"""Tests of the advantage estimators: formulas, grouping of samples, and ragged against padded batches."""
-
 import math
 
 import numpy as np

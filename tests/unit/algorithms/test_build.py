@@ -1,5 +1,3 @@
-"""Tests of the construction of a run, also of one that fails."""
-
 import pytest
 import tiny
 from nemo_rl_cpp.algorithms import build, parts

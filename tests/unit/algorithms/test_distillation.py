@@ -1,5 +1,3 @@
-"""Tests of on-policy distillation: advantages, the choice of a teacher per sample, configurations, and runs."""
-
 import numpy as np
 import pytest
 import tiny

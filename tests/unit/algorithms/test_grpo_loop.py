@@ -1,6 +1,3 @@
-"""Tests of the GRPO loop with a fake policy and engine: order of the calls, batches, logs, checkpoints and the end of a
-run."""
-
 import json
 
 import pytest

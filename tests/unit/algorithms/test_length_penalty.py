@@ -1,5 +1,3 @@
-"""Tests of `grpo.length_penalty`: every term on hand-computed groups, and groups that stay unchanged."""
-
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.reward_functions import apply_length_penalty, band_factor, penalized, reasoning_and_answer

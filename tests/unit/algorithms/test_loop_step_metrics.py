@@ -1,5 +1,3 @@
-"""Tests of a step's metrics: their aggregation over micro-batches and over rounds of generation."""
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Tests of the loss classes: settings, autograd and pickling."""
-
 import pickle
 
 import pytest

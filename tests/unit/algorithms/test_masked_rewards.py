@@ -1,6 +1,3 @@
-"""Tests of `masked_reward_policy`, which decides whether masked samples count in group statistics and dynamic
-sampling."""
-
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.advantage_estimator import GRPOAdvantageEstimator

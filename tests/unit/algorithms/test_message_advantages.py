@@ -1,6 +1,3 @@
-"""Tests of `grpo.invalid_tool_call_advantage` and `grpo.malformed_thinking_advantage`: the flags of responses, and
-their effect."""
-
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.step import overwrite_advantages

@@ -1,5 +1,3 @@
-"""Tests of custom losses and advantage estimators: their arguments, their return values and errors."""
-
 import copy
 import pickle
 

@@ -1,5 +1,3 @@
-"""Tests of the PPO loop with a fake policy and critic: order of the calls, epochs, warm-up, logs and checkpoints."""
-
 import pytest
 import torch
 from loop_fakes import Policy, fake_run, logged, train

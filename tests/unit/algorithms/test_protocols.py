@@ -1,6 +1,3 @@
-"""Tests that classes implement the Protocols of policy, critic, engine, weight synchronizer, environment and logger
-back end."""
-
 import inspect
 
 import pytest

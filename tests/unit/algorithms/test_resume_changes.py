@@ -1,6 +1,3 @@
-"""Tests of resuming with a changed configuration: each change is printed and takes effect, or is an error that names
-the key."""
-
 import json
 import re
 import shutil

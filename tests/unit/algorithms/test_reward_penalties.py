@@ -1,5 +1,3 @@
-"""Tests of `reward_penalties`: which conversations get reward 0, and invalid settings."""
-
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.reward_functions import apply_reward_penalties

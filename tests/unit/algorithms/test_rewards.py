@@ -1,5 +1,3 @@
-"""Tests of reward scaling, reward shaping and sequence log-probability errors, by hand."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Tests of checkpoints on a full disk, of weights that are not finite, and of the metric that ranks checkpoints."""
-
 import errno
 import json
 import os

@@ -1,5 +1,3 @@
-"""Tests of supervised fine-tuning: trained tokens, loss against transformers, packing, validation and runs."""
-
 import json
 import math
 

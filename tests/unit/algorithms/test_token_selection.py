@@ -1,5 +1,3 @@
-"""Tests of the selection of trained tokens: clip_cov, kl_cov and top_entropy_quantile."""
-
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.step import select_tokens

@@ -1,5 +1,3 @@
-"""Tests of distillation on the most likely tokens of the teacher or of the student."""
-
 import numpy as np
 import pytest
 import tiny

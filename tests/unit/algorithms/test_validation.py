@@ -1,5 +1,3 @@
-"""Tests of validation: number of prompts, seeds of sampling, metrics, and the end of generation after an error."""
-
 import math
 import threading
 from types import SimpleNamespace

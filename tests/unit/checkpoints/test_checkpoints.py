@@ -1,5 +1,3 @@
-"""What a checkpoint holds, which ones are kept and found, and that a damaged one costs that checkpoint alone."""
-
 import json
 import os
 import re

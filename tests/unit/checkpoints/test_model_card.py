@@ -1,5 +1,3 @@
-"""The card of a model folder: facts of the run, front matter that the hub's library reads, no path of this machine."""
-
 import pytest
 from huggingface_hub import ModelCard
 from nemo_rl_cpp import __version__

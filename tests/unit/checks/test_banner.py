@@ -1,5 +1,3 @@
-"""The first lines of a run: right before torch loads, and nothing made up."""
-
 import nemo_rl_cpp.checks.banner as banner
 import pytest
 from nemo_rl_cpp.checks.banner import banner_lines, rows_of

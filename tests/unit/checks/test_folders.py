@@ -1,5 +1,3 @@
-"""What is known of a run's folders before anything is loaded."""
-
 import shutil
 from collections import namedtuple
 

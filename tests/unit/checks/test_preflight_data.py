@@ -1,5 +1,3 @@
-"""Prompts, truths and templates as `check`, --dry-run and the run scripts look at them, before anything is loaded."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""Reward functions, environments and data set classes are imported and asked for their interface before a run."""
-
 import sys
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""What is said about a model and its tokenizer before a run, by files that are written here without torch."""
-
 import json
 import math
 import shutil

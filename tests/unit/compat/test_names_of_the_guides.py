@@ -1,5 +1,3 @@
-"""`nemo_rl_cpp.compat` has the names that NeMo RL's guides print, and a component that is written as its documents say works here."""
-
 import importlib
 
 import pytest

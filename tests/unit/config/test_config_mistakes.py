@@ -1,5 +1,3 @@
-"""Bad configurations: each is rejected with key, place and remedy; all mistakes of a file come at once; torch is not needed."""
-
 import os
 import resource
 import subprocess

@@ -1,5 +1,3 @@
-"""The run scripts' command line: dry run, memory forecast, exit status, the check command."""
-
 import os
 import shutil
 import subprocess

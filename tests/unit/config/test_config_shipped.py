@@ -1,5 +1,3 @@
-"""The shipped configurations: they load, and hold NeMo RL's values but for stated exceptions."""
-
 import inspect
 import json
 from pathlib import Path

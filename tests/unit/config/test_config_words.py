@@ -1,5 +1,3 @@
-"""Words of messages that a user can follow: values as they were written, tabs, and the `+` remedy."""
-
 import re
 import shlex
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Values of environment variables stand in no file that a run writes; a resumed run gets them anew."""
-
 import pytest
 import tiny
 from nemo_rl_cpp import errors

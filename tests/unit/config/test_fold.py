@@ -1,5 +1,3 @@
-"""Sizes and engines that a file was written for: accepted as they stand, said in one line, refused with cluster.strict_sizes."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""Sections made by hand, as plain mappings: a key that there is not is refused by its name, with the nearest one."""
-
 import pytest
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.environments.loading import create_env

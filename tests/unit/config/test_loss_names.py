@@ -1,5 +1,3 @@
-"""`loss_fn.name`: the keys that a name decides, and mistakes."""
-
 import pytest
 from nemo_rl_cpp.config import ConfigError, load_grpo_config
 from nemo_rl_cpp.config.loss import LOSSES, ClippedPGLossConfig

@@ -1,5 +1,3 @@
-"""What follows from policy.memory_budget_gb: which settings are given up, which stay, and what is an error."""
-
 import pytest
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.errors import ConfigError

@@ -1,5 +1,3 @@
-"""The memory forecast of a model of transformers, against sums by hand: logits, experts, the tape, and shares of several processes."""
-
 import pytest
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.models.memory import forecast, forecast_text

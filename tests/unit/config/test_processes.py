@@ -1,5 +1,3 @@
-"""How many processes share a run, what they share out, and what `auto` is where a launcher has started several."""
-
 import pytest
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.cluster import engines_of, launched_ranks, trainers_of

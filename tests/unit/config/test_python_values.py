@@ -1,5 +1,3 @@
-"""Configurations made in Python: values arrive as they are given, and every check of a file holds."""
-
 import copy
 import pickle
 from pathlib import Path

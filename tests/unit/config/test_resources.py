@@ -1,5 +1,3 @@
-"""Which of the cluster's workers only generate, and sizes that leave none for training."""
-
 import pytest
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of

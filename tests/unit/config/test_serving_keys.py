@@ -1,5 +1,3 @@
-"""What is refused beside the policy's server before a model is loaded."""
-
 import importlib.util
 
 import pytest

@@ -1,5 +1,3 @@
-"""vLLM itself as the generator: how it is asked for, what is refused beside it, and what is said."""
-
 import sys
 
 import pytest

@@ -1,5 +1,3 @@
-"""The CUDA attention kernels, run on the CPU (tests/cuda_emulation), against the CPU's attention."""
-
 import math
 
 import pytest

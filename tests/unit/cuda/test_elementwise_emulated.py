@@ -1,6 +1,3 @@
-"""The CUDA kernels for norms, activations, embedding, sums and the optimizer, run on the CPU (tests/cuda_emulation), against float64
-torch and the CPU's ops."""
-
 import math
 from functools import partial
 

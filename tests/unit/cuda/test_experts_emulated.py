@@ -1,5 +1,3 @@
-"""The CUDA kernels around the products of experts, run on the CPU (tests/cuda_emulation), against torch."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""The CUDA kernels of recurrent layers, run on the CPU (tests/cuda_emulation), against the CPU's ops."""
-
 import math
 
 import pytest

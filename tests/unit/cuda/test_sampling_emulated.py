@@ -1,5 +1,3 @@
-"""The CUDA kernels that turn logits into tokens, log-probabilities and gradients, run on the CPU (tests/cuda_emulation)."""
-
 import math
 
 import pytest

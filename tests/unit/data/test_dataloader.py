@@ -1,5 +1,3 @@
-"""The loader: order from (seed, epoch), resuming, threads, several loaders in turn."""
-
 import json
 from itertools import islice
 

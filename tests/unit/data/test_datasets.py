@@ -1,5 +1,3 @@
-"""Data sets: files, registries, made-up tasks, rows by task."""
-
 import json
 from collections import defaultdict
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""Tasks that are made up on the spot: right answers, disjoint sides, order from the seed."""
-
 from nemo_rl_cpp.data.datasets import load_response_dataset
 from nemo_rl_cpp.data.processors import raw_completion_data_processor
 

@@ -1,5 +1,3 @@
-"""NeMo RL's benchmark data sets, the download replaced; data set names; what `data.default` hands on."""
-
 import pytest
 from nemo_rl_cpp.config.data import defaults_for
 from nemo_rl_cpp.data.datasets import ListDataset, load_eval_dataset, load_response_dataset

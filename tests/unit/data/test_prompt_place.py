@@ -1,5 +1,3 @@
-r"""The one place of a prompt file: its question is never lost, its other braces stay."""
-
 import pytest
 from nemo_rl_cpp.data.datasets.response_datasets import load_response_dataset
 from nemo_rl_cpp.data.interfaces import TaskDataSpec

@@ -1,5 +1,3 @@
-"""From a row to a prompt: one run of the template, system messages, several turns, tools; what is lost is refused."""
-
 import pytest
 from fakes import ByteTokenizer
 from nemo_rl_cpp.data.chat_template import ChatTemplateError

@@ -1,5 +1,3 @@
-"""Rows arrive as they were written, whichever way they come: through Parquet, data frames, `datasets` or Python's own values."""
-
 import json
 from types import MappingProxyType
 

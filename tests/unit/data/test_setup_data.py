@@ -1,5 +1,3 @@
-"""From the data and env sections to data sets and environments."""
-
 import pytest
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader, load_dataloader_state, save_dataloader_state
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset

@@ -1,5 +1,3 @@
-"""Our tokenizer against transformers' on the same folder, and against bytes that can be counted by hand."""
-
 import json
 import pickle
 import random

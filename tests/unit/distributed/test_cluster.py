@@ -1,5 +1,3 @@
-"""The back end that connects ranks, the device of a model, and errors for unusable ones."""
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,5 +1,3 @@
-"""The assignment of a batch's samples to ranks, and moves of samples that balance backward passes."""
-
 import random
 from itertools import product
 

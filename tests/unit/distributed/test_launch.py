@@ -1,5 +1,3 @@
-"""Ranks that torchrun or srun starts: their environment variables, their connection to rank 0, and whole runs."""
-
 import os
 import re
 import signal

@@ -1,5 +1,3 @@
-"""NCCL on GPUs, with one rank and, on a machine with two GPUs, with two."""
-
 from functools import partial
 
 import pytest

@@ -1,5 +1,3 @@
-"""Worker processes: results of calls, and errors if a worker fails, ends or hangs."""
-
 import importlib.util
 import os
 import signal

@@ -1,5 +1,3 @@
-"""Batches without padding, and their conversion from and to NeMo RL's padded layout."""
-
 import torch
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 

@@ -1,5 +1,3 @@
-"""Workers as Ray actors: results of calls, and errors that name a lost actor."""
-
 import os
 import signal
 import time

@@ -1,5 +1,3 @@
-"""Workers on two Ray nodes of one machine, and ranks in two network namespaces."""
-
 import subprocess
 import sys
 from functools import partial

@@ -1,5 +1,3 @@
-"""Waiting for the workers of two clusters at once: which error is raised, and that no cluster waits forever."""
-
 import threading
 
 import pytest

@@ -1,5 +1,3 @@
-"""Tests of an agent's errors, time limits and rewards."""
-
 import asyncio
 import math
 

@@ -1,5 +1,3 @@
-"""Tests of the code environment: scores of programs, and their reasons."""
-
 import json
 from pathlib import Path
 

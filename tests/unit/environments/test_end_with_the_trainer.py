@@ -1,5 +1,3 @@
-"""Tests that verifier processes and sandboxed programs end when the trainer is killed."""
-
 import os
 import signal
 import subprocess

@@ -1,5 +1,3 @@
-"""Tests of the guessing game, turn by turn and as a multi-turn rollout."""
-
 import pytest
 from fakes import ByteTokenizer, FakeGeneration, prompts
 from nemo_rl_cpp.data.datasets import load_response_dataset

@@ -1,5 +1,3 @@
-"""Tests of environments that return reward components."""
-
 import pickle
 
 import pytest

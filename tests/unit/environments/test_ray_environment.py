@@ -1,5 +1,3 @@
-"""Tests of environments in Ray actors: equal results, and lost actors."""
-
 import os
 import pickle
 import signal

@@ -1,5 +1,3 @@
-"""Tests of reward functions: their names, kinds and return values."""
-
 import asyncio
 import math
 from functools import partial

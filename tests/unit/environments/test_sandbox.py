@@ -1,5 +1,3 @@
-"""Tests of hostile programs in the sandbox: each is contained, gets score 0 with a reason, and leaves no process."""
-
 import os
 import shutil
 import subprocess

@@ -1,5 +1,3 @@
-"""Tests of responses on which a verifier hangs or crashes: they get score 0, and no process remains."""
-
 import os
 import signal
 import subprocess

@@ -1,5 +1,3 @@
-"""Tests of the in-process agent with a scripted model, and with tools of an MCP server."""
-
 import asyncio
 import json
 import threading

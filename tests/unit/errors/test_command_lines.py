@@ -1,5 +1,3 @@
-"""The command lines as a user calls them: options, exit statuses, signals, and whose keys a sentence names."""
-
 import os
 import re
 import signal

@@ -1,5 +1,3 @@
-"""From an exception to one sentence: whose mistake it is, what is said, and where the traceback goes."""
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A whole run of the tiny model: what is serious stands in the terminal, and what is not does not; errors from Python."""
-
 import re
 
 import pytest

@@ -1,5 +1,3 @@
-"""Mistakes of a user outside the YAML: each ends in one sentence on stderr, which names what to mend, and no traceback."""
-
 import importlib.util
 import json
 import re

@@ -1,5 +1,3 @@
-"""Tests of the saved samples of evaluations, and of their comparison."""
-
 import json
 import math
 import re

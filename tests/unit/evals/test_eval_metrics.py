@@ -1,5 +1,3 @@
-"""Tests of pass@k and cons@k against the enumeration of all subsets, and of confidence intervals."""
-
 import math
 import random
 

@@ -1,5 +1,3 @@
-"""Tests of whole evaluations of a tiny model."""
-
 import json
 
 import pytest

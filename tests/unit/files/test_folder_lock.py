@@ -1,5 +1,3 @@
-"""Who is in a folder: the second one is told, whatever way the first one ended."""
-
 import fcntl
 import json
 import os

@@ -1,5 +1,3 @@
-"""Nested state goes through JSON and safetensors and comes back type by type; nothing else is written or read."""
-
 import json
 import math
 from pathlib import Path

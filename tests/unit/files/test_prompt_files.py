@@ -1,5 +1,3 @@
-"""Prompt files: as given, in the source tree, in the package."""
-
 from pathlib import Path
 
 import nemo_rl_cpp

@@ -1,5 +1,3 @@
-"""`nemo-rl-cpp generate`: the engine of training runs without torch's Python side."""
-
 import subprocess
 import sys
 from functools import partial

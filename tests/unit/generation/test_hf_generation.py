@@ -1,5 +1,3 @@
-"""Generation with transformers: what it samples is what the trainer scores, whatever else is in the batch."""
-
 import pytest
 import torch
 from nemo_rl_cpp.config.policy import PolicyConfig

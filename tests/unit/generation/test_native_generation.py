@@ -1,5 +1,3 @@
-"""The engine on real weights: exact against the trainer, deterministic whatever the batch, stops where it should."""
-
 import pytest
 import torch
 from nemo_rl_cpp._native import C

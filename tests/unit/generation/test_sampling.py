@@ -1,5 +1,3 @@
-"""The sampler against a float64 reference by sorting, and against the probabilities it claims."""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""A vLLM server that somebody else has started: joining it, bringing it weights, generating, and what goes wrong."""
-
 import base64
 import json
 import re

@@ -1,5 +1,3 @@
-"""Where models come from: conversion from GGUF against a folder built by hand, and a hub that is missing or refuses."""
-
 import json
 import os
 import socket

@@ -1,5 +1,3 @@
-"""Tests of experiment trackers: wandb in offline mode, the others with fakes."""
-
 import posixpath
 import re
 import socket

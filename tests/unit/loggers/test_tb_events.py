@@ -1,5 +1,3 @@
-"""Tests of TensorBoard event files: kinds of values, and incomplete records."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Compare weights loaded from model folders that bitsandbytes quantised with a reference decoder."""
-
 import json
 from dataclasses import replace
 

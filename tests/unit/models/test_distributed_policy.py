@@ -1,5 +1,3 @@
-"""Compare a policy in two processes with the same policy in one process."""
-
 import errno
 import re
 

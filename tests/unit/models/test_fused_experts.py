@@ -1,5 +1,3 @@
-"""Reading and writing the expert tensors of checkpoints of gpt-oss and Qwen3.5."""
-
 import pytest
 import torch
 from nemo_rl_cpp.models.weight_files import RawTensor, TensorEntry, split_experts

@@ -1,5 +1,3 @@
-"""The conversion of config.json to its canonical form and to the arguments of the native model."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Defaults of the transformers backend, and the import of its modules without transformers."""
-
 import subprocess
 import sys
 

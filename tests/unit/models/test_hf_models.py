@@ -1,5 +1,3 @@
-"""Compare training with transformers with the native trainer, and test packing, critics, checkpoints and errors."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""Compare a transformers model that FSDP2 shards over two ranks with the same model in one process."""
-
 import importlib
 import json
 from pathlib import Path

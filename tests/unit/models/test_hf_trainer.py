@@ -1,5 +1,3 @@
-"""The transformers trainer on small torch modules: log-probabilities in chunks, and frozen parameters."""
-
 from types import SimpleNamespace
 
 import pytest

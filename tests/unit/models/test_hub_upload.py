@@ -1,5 +1,3 @@
-"""`push_to_hub` with a replacement for the Hub's client."""
-
 from types import SimpleNamespace
 
 import pytest

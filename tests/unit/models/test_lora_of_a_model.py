@@ -1,5 +1,3 @@
-"""The matrices that LoRA adapts, the numbers of their weights, their initialisation, and saved adapters."""
-
 import json
 import math
 

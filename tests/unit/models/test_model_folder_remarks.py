@@ -1,5 +1,3 @@
-"""Warnings about a model folder, which are printed once, and errors for folders with an adapter."""
-
 import json
 
 import nemo_rl_cpp

@@ -1,5 +1,3 @@
-"""Compare distillation teachers outside the native core with the native teacher."""
-
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer

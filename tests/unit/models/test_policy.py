@@ -1,5 +1,3 @@
-"""Training of the policy, reuse of generation's log-probabilities and activations, errors, and checkpoints."""
-
 import pytest
 import torch
 from hf_players import FAST, groups, hf_policy, make

@@ -1,5 +1,3 @@
-"""Compare a model with quantised matrices with a model that holds the dequantised weights."""
-
 import math
 from dataclasses import replace
 

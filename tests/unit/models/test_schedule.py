@@ -1,5 +1,3 @@
-"""Learning-rate schedules: those of torch, and Megatron's against values computed by hand."""
-
 import json
 
 import pytest

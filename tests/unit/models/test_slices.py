@@ -1,5 +1,3 @@
-"""Compare a model in two tensor-parallel slices, in two processes, with the whole model in one process."""
-
 from functools import partial
 
 import forked_workers

@@ -1,5 +1,3 @@
-"""The critic: values, training, errors, and checkpoints."""
-
 import pytest
 import torch
 from hf_players import FAST, groups, make

@@ -1,5 +1,3 @@
-"""Reading safetensors files without torch, and errors for tensors that do not fit a model."""
-
 import pytest
 import torch
 from nemo_rl_cpp.hub.sources import ModelFolderError

@@ -1,5 +1,3 @@
-"""Packed and paged attention against a float64 reference, and its bits for every way to split a sequence."""
-
 import math
 import random
 

@@ -1,5 +1,3 @@
-"""Gradients of packed attention against a float64 reference, for shared prefixes and any number of threads."""
-
 import math
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Compare the native policy-gradient losses with slow references and with values computed by hand."""
-
 import math
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""The backward products dx = dy · w and dw += dy^T · x."""
-
 import pytest
 import torch
 from nemo_rl_cpp._native import C

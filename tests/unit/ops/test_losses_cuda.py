@@ -1,5 +1,3 @@
-"""Compare the CUDA kernels of losses and advantage estimators with the CPU's."""
-
 import numpy as np
 import pytest
 import torch

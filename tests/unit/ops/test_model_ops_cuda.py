@@ -1,5 +1,3 @@
-"""Compare the model's ops on CUDA with the CPU's, and their bits for every batch and repetition."""
-
 import math
 
 import pytest

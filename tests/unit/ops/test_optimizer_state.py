@@ -1,5 +1,3 @@
-"""AdamW's state in fewer bytes: moments in eight bits, and master weights as bfloat16 weights with remainders."""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""Matrix products with packed weights have the bits of products with the weights themselves."""
-
 import pytest
 import torch
 from nemo_rl_cpp._native import C

@@ -1,6 +1,3 @@
-"""The gated delta rule, Mamba-2, their convolution and their norms against torch, and their bits in chunks and
-packed."""
-
 import math
 from typing import NamedTuple
 

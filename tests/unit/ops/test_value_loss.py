@@ -1,5 +1,3 @@
-"""Compare the native value loss with a slow reference and with values computed by hand."""
-
 import math
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Without the extras: a native run imports nothing of them, and what needs one says in a sentence which command installs it."""
-
 import subprocess
 import sys
 

@@ -1,5 +1,3 @@
-"""What makes wheels: their requirements, and the build backend, which serves a machine that has nothing yet."""
-
 import base64
 import hashlib
 import importlib.util

@@ -1,5 +1,3 @@
-"""Tests of each report warning, with metrics that cause it and similar ones that do not."""
-
 import math
 import random
 

@@ -1,5 +1,3 @@
-"""Tests of which log-probabilities are computed before training."""
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Tests of the batches of a step: attributes, missing fields, and access as a mapping."""
-
 import pytest
 import torch
 from nemo_rl_cpp.rollouts.batches import MissingField, Rollouts, TrainBatch

@@ -1,5 +1,3 @@
-"""Tests of scoring during generation: the result equals that of scoring afterwards."""
-
 import threading
 
 import pytest

@@ -1,5 +1,3 @@
-"""Tests of the source of prompts: repetition, draw ids and epochs."""
-
 import pytest
 from fakes import prompts
 from nemo_rl_cpp.algorithms.parts import make_dataloader

@@ -1,5 +1,3 @@
-"""Tests of the conversion of conversations to training batches."""
-
 import torch
 from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.rollouts.batches import build_train_batch, spoken_by_assistant

@@ -1,5 +1,3 @@
-"""Tests of conversations as token ids, of streamed text and of tool calls."""
-
 import json
 
 import pytest

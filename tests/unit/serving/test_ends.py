@@ -1,5 +1,3 @@
-"""Tests of a server whose engine hangs, whose threads end, or that cannot start."""
-
 import threading
 from types import SimpleNamespace
 

@@ -1,5 +1,3 @@
-"""Tests of huge, malformed, slow and incomplete requests: they get an error, and the server continues."""
-
 import contextlib
 import json
 import re

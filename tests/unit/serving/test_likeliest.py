@@ -1,5 +1,3 @@
-"""Tests of served `top_logprobs`, against the trainer's log-probabilities of the whole vocabulary."""
-
 import json
 
 import pytest

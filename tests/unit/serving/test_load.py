@@ -1,5 +1,3 @@
-"""Tests of the sequence length that a server's KV cache allows."""
-
 from functools import partial
 
 import pytest

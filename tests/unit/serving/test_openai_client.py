@@ -1,5 +1,3 @@
-"""Tests of OpenAI's Python client with the server."""
-
 import pytest
 
 openai = pytest.importorskip("openai")

@@ -1,5 +1,3 @@
-"""Tests of the training data and the sampling seeds of served rollouts."""
-
 from itertools import permutations
 
 import pytest

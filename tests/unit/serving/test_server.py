@@ -1,5 +1,3 @@
-"""Tests of served responses against those of the Python API, also with concurrent requests."""
-
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor

@@ -1,5 +1,3 @@
-"""Tests of Tinker's clients in this process, on the same models as the server's."""
-
 import asyncio
 import random
 from collections.abc import Iterator

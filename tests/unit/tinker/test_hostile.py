@@ -1,5 +1,3 @@
-"""Test of 200 invalid requests and disconnecting clients."""
-
 import json
 import random
 import socket

@@ -1,5 +1,3 @@
-"""Tests of requests that arrive twice, out of order or damaged, and of a killed server."""
-
 import json
 import os
 import signal

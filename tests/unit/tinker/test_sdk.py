@@ -1,5 +1,3 @@
-"""Tests of Tinker's SDK from PyPI with this package's server."""
-
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.request import urlopen

@@ -1,5 +1,3 @@
-"""Tests of the checkpoint folder after a process was killed while it saved or deleted."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""Further outputs of a training forward pass, entropies and other tokens' log-probabilities, and their gradients."""
-
 import pytest
 import torch
 from nemo_rl_cpp._native import C

@@ -1,5 +1,3 @@
-"""Training on top-k/top-p filtered log-probabilities: values, gradients, exactness against the engine, removed tokens."""
-
 import numpy as np
 import pytest
 import tiny

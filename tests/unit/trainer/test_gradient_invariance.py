@@ -1,5 +1,3 @@
-"""The same gradients however a batch is split: micro-batches, packing, shared prompts, threads."""
-
 import pytest
 import torch
 from nemo_rl_cpp._native import C

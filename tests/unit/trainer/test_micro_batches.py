@@ -1,5 +1,3 @@
-"""Micro-batches are what policy.sequence_packing and policy.dynamic_batching say."""
-
 import random
 
 import pytest

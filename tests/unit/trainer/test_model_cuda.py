@@ -1,5 +1,3 @@
-"""A whole model on CUDA: the CPU's values, generation's log-probabilities bit for bit, the same gradients in every run."""
-
 import pytest
 import tiny
 import torch

@@ -1,5 +1,3 @@
-"""A token-level loss that the head asks while it holds the logits: the same training as asking it afterwards."""
-
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn

@@ -1,5 +1,3 @@
-"""The LM head by itself: log-probabilities, entropy and gradients from tiles of the vocabulary."""
-
 import pytest
 import torch
 from nemo_rl_cpp._native import C

@@ -1,5 +1,3 @@
-"""Weight transfers (refits) between processes: lost or silent engines, rejected weights, and constant memory use."""
-
 import os
 import signal
 import sys

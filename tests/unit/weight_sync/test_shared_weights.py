@@ -1,5 +1,3 @@
-"""Synchronisation of weights that policy and engine share: nothing is copied, and every change is detected."""
-
 import pytest
 from nemo_rl_cpp.weight_sync import create_weight_synchronizer
 

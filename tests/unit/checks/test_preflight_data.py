@@ -49,18 +49,45 @@ def rows(*pairs):
     return [{"input": question, "output": answer} for question, answer in pairs]
 
 
-def test_preflight_check_of_valid_data_gives_no_warning_or_error(found):
-    assert found(rows(("1+1=", "2"), ("2+2=", "4"))) == []
+THREE = ("grpo.num_prompts_per_step=3", "policy.train_global_batch_size=24")
+SHORT = ("policy.max_total_sequence_length=32", "policy.generation.max_new_tokens=8", "data.max_input_seq_length=null")
+HASHES = [(f"{i}=", f"so it is\n#### {i}") for i in range(2)]
+CHOICES = {"input": "1=", "output": "1", "choices": ["1", "2"], "id": 3}
+# (rows, overrides, level of the only finding, its beginning, further words); level None: nothing is found
+FINDINGS = {
+    "valid": (rows(("1+1=", "2"), ("2+2=", "4")), (), None),
+    "one batch": (rows(*[("1+1=", "2")] * 3), THREE, None),
+    "less than a batch": (rows(*[("1+1=", "2")] * 2), THREE, "error", "has 2 rows, fewer than one batch of 3: lower grpo.num_prompts_per_step"),
+    "one row": (rows(("1+1=", "2")), THREE, "error", "has 1 row, fewer than one batch of 3"),
+    "overlong prompts": (
+        rows(*(("1" * n, "2") for n in (40, 41, 45))), ("data.max_input_seq_length=40",), "error",
+        "3 of 3 prompts reach 40 tokens (data.max_input_seq_length): they are cut to a few tokens",
+        "the longest is row 3 with 45 tokens; raise data.max_input_seq_length"),
+    "no room for a response": (
+        rows(("1" * 32, "2")), SHORT, "error", "1 of 1 prompts reach 32 tokens (policy.max_total_sequence_length): they leave no room for a response"),
+    "no room for one of two responses": (rows(("1" * 32, "2"), ("1" * 31, "2")), SHORT, "warning", "1 of 2 prompts reach 32 tokens"),
+    "truths of GSM8K": (
+        rows(("1=", "1"), ("2=", "\\frac{1}{2}"), *HASHES), (), "warning",
+        "2 of 4 truths cannot be parsed (env.math): the first is row 3, 'so it is\\n#### 0'", "give what follows ####", "GSM8K"),
+    "truths of GSM8K alone": (rows(*HASHES), (), "error", "2 of 2 truths cannot be parsed"),
+    "truths that are no letters": (
+        rows(("1=", "A"), ("2=", "(B) two")), ("++env.math.verifier_type=english_multichoice",), "warning",
+        "1 of 2 truths cannot be parsed (env.math): the first is row 2, '(B) two'", "letter"),
+    "any truths for functions": (
+        rows(("1=", None), ("2=", ["1", "2"])), ("++data.train.env_name=reward_functions", "++env.reward_functions.functions=[operator.eq]"), None),
+    "columns that are not used": ([CHOICES], (), "warning", "has the columns choices, which are not part of the prompts"),
+    "columns that are used": ([CHOICES | {"choices": "1="}], ("++data.train.input_key=choices",), None),
+    "a row without a truth": ([{"input": "1=", "output": "1"}, {"input": "2="}], (), "error", "", "row 2: the key 'output' is missing"),
+}  # fmt: skip
 
 
-def test_error_for_a_data_set_smaller_than_a_batch_names_the_configuration_key_to_lower(found):
-    batch = ("grpo.num_prompts_per_step=3", "policy.train_global_batch_size=24")
-    assert found(rows(*[("1+1=", "2")] * 3), *batch) == []
-    [(level, key, message)] = found(rows(*[("1+1=", "2")] * 2), *batch)
-    assert (level, key) == ("error", "data.train")
-    assert message.startswith("has 2 rows, fewer than one batch of 3: lower grpo.num_prompts_per_step")
-    [(_, _, message)] = found(rows(("1+1=", "2")), *batch)
-    assert message.startswith("has 1 row, fewer than one batch of 3")
+@pytest.mark.parametrize("case", FINDINGS)
+def test_preflight_check_reports_problems_of_the_rows_and_nothing_else(found, case):
+    given, overrides, level, *words = FINDINGS[case]
+    findings = found(given, *overrides)
+    assert [(found, key) for found, key, _ in findings] == ([] if level is None else [(level, "data.train")])
+    for _, _, message in findings:
+        assert message.startswith(words[0]) and all(word in message for word in words)
 
 
 @pytest.mark.parametrize(
@@ -84,35 +111,6 @@ def test_data_path_of_wrong_type_is_reported_by_the_preflight_check():
     overrides = ["data.train.data_path=[a.jsonl]", "env.reward_functions.functions=[m.f]"]
     (finding,) = data.check(load_grpo_config("grpo_jsonl.yaml", overrides))
     assert finding.message == "data_path must be a text, not ['a.jsonl']"
-
-
-def test_error_for_overlong_prompts_states_their_number_and_the_longest_prompt(found):
-    long = rows(*[("1" * n, "2") for n in (40, 41, 45)])
-    [(level, key, message)] = found(long, "data.max_input_seq_length=40")
-    assert (level, key) == ("error", "data.train")
-    said = "3 of 3 prompts reach 40 tokens (data.max_input_seq_length): they are cut to a few tokens"
-    assert message.startswith(said)
-    assert "the longest is row 3 with 45 tokens; raise data.max_input_seq_length" in message
-
-
-def test_preflight_check_reports_prompts_that_leave_no_room_for_a_response(found):
-    options = ("policy.max_total_sequence_length=32", "policy.generation.max_new_tokens=8")
-    options += ("data.max_input_seq_length=null",)
-    [(level, _, message)] = found(rows(("1" * 32, "2")), *options)
-    said = "1 of 1 prompts reach 32 tokens (policy.max_total_sequence_length): they leave no room for a response"
-    assert level == "error" and message.startswith(said)
-    [(level, _, _)] = found(rows(("1" * 32, "2"), ("1" * 31, "2")), *options)
-    assert level == "warning"
-
-
-def test_warning_for_unparsable_ground_truths_gives_their_number_and_quotes_the_first_one(found):
-    hashes = [(f"{i}=", f"so it is\n#### {i}") for i in range(2)]
-    [(level, key, message)] = found(rows(("1=", "1"), ("2=", "\\frac{1}{2}"), *hashes))
-    assert (level, key) == ("warning", "data.train")
-    assert message.startswith("2 of 4 truths cannot be parsed (env.math): the first is row 3, 'so it is\\n#### 0'")
-    assert "give what follows ####" in message and "GSM8K" in message
-    [(level, _, message)] = found(rows(*hashes))
-    assert level == "error" and message.startswith("2 of 2 truths cannot be parsed")
 
 
 ERRORS, WARNINGS = (
@@ -140,19 +138,6 @@ def test_ground_truths_that_a_response_can_match_give_no_warning(found, truth):
     assert found(rows(("1=", truth))) == []
 
 
-def test_unused_data_columns_that_look_like_prompt_parts_give_a_warning(found):
-    row = {"input": "1=", "output": "1", "choices": ["1", "2"], "id": 3}
-    [(level, _, message)] = found([row])
-    assert level == "warning" and message.startswith("has the columns choices, which are not part of the prompts")
-    assert found([row | {"choices": "1="}], "++data.train.input_key=choices") == []
-
-
-def test_multiple_choice_ground_truths_that_are_not_letters_give_a_warning(found):
-    [(level, _, message)] = found(rows(("1=", "A"), ("2=", "(B) two")), "++env.math.verifier_type=english_multichoice")
-    assert level == "warning" and "letter" in message
-    assert "1 of 2 truths cannot be parsed (env.math): the first is row 2, '(B) two'" in message
-
-
 @pytest.mark.parametrize("name", ["math", "math_multi_reward", "arithmetic", "reverse_digits"])
 @pytest.mark.parametrize("truth", [["1", "2"], ["1"], [], {"value": "1"}, True])
 def test_single_ground_truth_that_is_not_a_string_is_an_error(found, name, truth):
@@ -178,11 +163,6 @@ def test_ground_truths_that_the_environment_rejects_are_an_error(found, name, wr
     [(level, _, message)] = found(rows(("1=", right), ("2=", wrong)), *environment)
     assert level == "error" and message.startswith(f"1 of 2 truths cannot be parsed (env.{name}): the first is row 2")
     assert found(rows(("1=", right)), *environment) == []
-
-
-def test_data_for_custom_reward_functions_may_have_any_ground_truth(found):
-    options = ("++data.train.env_name=reward_functions", "++env.reward_functions.functions=[operator.eq]")
-    assert found(rows(("1=", None), ("2=", ["1", "2"])), *options) == []
 
 
 @pytest.mark.parametrize("template", ["chatml", "Question: {question}", "{{ bos_token }}", "gone.j2"])
@@ -217,9 +197,7 @@ def test_preflight_check_reports_a_chat_template_that_drops_the_question(found, 
     assert "row 1: the chat template leaves out message 0 (user, '1=')" in message
 
 
-def test_preflight_check_reports_missing_data_columns_data_files_and_prompt_placeholders(found, tmp_path):
-    [(level, key, message)] = found([{"input": "1=", "output": "1"}, {"input": "2="}])
-    assert (level, key) == ("error", "data.train") and "row 2: the key 'output' is missing" in message
+def test_preflight_check_reports_missing_data_files_and_prompt_placeholders(found, tmp_path):
     [(level, _, message)] = found(rows(("1=", "1")), f"data.train.data_path={tmp_path}/none.jsonl")
     assert level == "error" and "none.jsonl' (data_path) does not exist" in message
     (tmp_path / "p.txt").write_text("Think.")
@@ -243,9 +221,6 @@ def test_preflight_check_of_an_evaluation_reports_prompts_that_would_be_truncate
         rows(("1" * 50, "1")), *less, "data.max_input_seq_length=20", "generation.vllm_cfg.max_model_len=60", **options
     )
     assert (level, key) == ("error", "data") and "1 of 1 prompts reach 20 tokens (data.max_input_seq_length)" in message
-
-
-# -- the same in the run ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)

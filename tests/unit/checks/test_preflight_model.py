@@ -96,8 +96,6 @@ def test_lora_modules_that_match_no_matrix_of_the_model_are_an_error(model):
     assert text.startswith(f"{lora}.exclude_modules is ['*.layers.0.*'")
 
 
-# -- lengths ------------------------------------------------------------------------------------------------------------
-
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
 
 
@@ -121,11 +119,36 @@ def test_maximum_sequence_length_beyond_the_position_limit_of_the_model_is_an_er
         assert said(grpo(folder, longer, f"++policy.hf_config_overrides.{key}=1000")) == []
 
 
-def test_maximum_sequence_length_is_checked_for_randomly_initialised_models_and_the_critic():
-    long = ["policy.max_total_sequence_length=33"]
-    assert "33, but tiny-random has positions for 32" in only(load_grpo_config("grpo_tiny.yaml", long))
-    texts = [text for _, text in said(load_ppo_config("ppo_tiny.yaml", long))]
-    assert [text.split()[0] for text in texts] == ["policy.model_name", "value.model_name"]
+STOP, VOCABULARY = "policy.generation.stop_token_ids", "policy.hf_config_overrides.vocab_size"
+# (override of a run with random weights, level, what the only finding begins with, and how it goes on)
+RANDOM = [
+    ("policy.max_total_sequence_length=33", "error", "policy.model_name is", "33, but tiny-random has positions for 32"),
+    (f"{VOCABULARY}=8", "error", f"{VOCABULARY} is 8, but the tokens of policy.tokenizer.name tiny-random have ids up to 15: set at least 16"),
+    (f"{VOCABULARY}=300", None),
+    (f"{STOP}=[1, 151645]", "error", f"{STOP} has 151645, but policy.model_name tiny-random has a vocabulary of 16"),
+    (f"{STOP}=[15]", None),
+    ("policy.tokenizer.name=/no/such/folder", "error", "policy.tokenizer.name is", "no such folder"),
+    ("policy.tokenizer.name=smollm2-135m-instrct", "error", "policy.tokenizer.name is", "did you mean"),
+    ("policy.generation.max_new_tokens=4", "warning",
+     "grpo.reward_shaping.max_response_length is 6, so the overlong penalty begins after 4 tokens"),
+    ("policy.generation.max_new_tokens=5", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "level", "words"), [(override, level, words) for override, level, *words in RANDOM]
+)
+def test_settings_that_do_not_fit_a_randomly_initialised_model_are_reported_before_the_run(override, level, words):
+    file = "dapo_tiny.yaml" if "max_new_tokens" in override else "grpo_tiny.yaml"
+    found = said(load_grpo_config(file, [override]))
+    assert [level for level, _ in found] == ([] if level is None else [level])
+    for _, text in found:
+        assert text.startswith(words[0]) and all(word in text for word in words)
+
+
+def test_maximum_sequence_length_is_checked_for_the_critic_too():
+    found = said(load_ppo_config("ppo_tiny.yaml", ["policy.max_total_sequence_length=33"]))
+    assert [text.split()[0] for _, text in found] == ["policy.model_name", "value.model_name"]
 
 
 def evaluation(name, *overrides):
@@ -148,18 +171,6 @@ def test_max_new_tokens_beyond_the_sequence_length_gives_a_warning(model):
     assert said(grpo(model, "policy.generation.max_new_tokens=128", "policy.max_total_sequence_length=128")) == []
 
 
-def test_overlong_penalty_that_starts_beyond_the_longest_response_gives_a_warning():
-    config = lambda tokens: load_grpo_config("dapo_tiny.yaml", [f"policy.generation.max_new_tokens={tokens}"])  # noqa: E731
-    text = only(config(4), "warning")
-    assert text.startswith(
-        "grpo.reward_shaping.max_response_length is 6, so the overlong penalty begins after 4 tokens"
-    )
-    assert said(config(5)) == []
-
-
-# -- tokenizers ---------------------------------------------------------------------------------------------------------
-
-
 def test_tokenizer_with_more_token_ids_than_the_models_vocabulary_is_an_error(model):
     write_tokenizer(model, 40, added=[40])
     text = f"is {model}, whose tokens have ids up to 40, but the model {model} has a vocabulary of 40"
@@ -178,19 +189,10 @@ def test_critic_vocabulary_smaller_than_the_policys_tokenizer_is_an_error(model,
     assert f"value.model_name {text}" in only(load_ppo_config("ppo_tiny.yaml", overrides))
 
 
-def test_vocab_size_override_below_the_tokenizers_size_is_an_error():
-    key, said_of_16 = (
-        "policy.hf_config_overrides.vocab_size",
-        "is 8, but the tokens of policy.tokenizer.name tiny-random",
-    )
-    assert (
-        only(load_grpo_config("grpo_tiny.yaml", [f"{key}=8"]))
-        == f"{key} {said_of_16} have ids up to 15: set at least 16"
-    )
-    assert said(load_grpo_config("grpo_tiny.yaml", [f"{key}=300"])) == []
+def test_vocab_size_override_below_the_tokenizers_size_is_one_error_of_policy_and_critic():
     critic = ["value.hf_config_overrides=null", "++value.hf_config_overrides.vocab_size=8"]
     assert only(load_ppo_config("ppo_tiny.yaml", critic)).startswith("value.hf_config_overrides.vocab_size is 8, but")
-    assert only(load_ppo_config("ppo_tiny.yaml", [f"{key}=8"])).startswith(key), "one error of policy and critic"
+    assert only(load_ppo_config("ppo_tiny.yaml", [f"{VOCABULARY}=8"])).startswith(VOCABULARY)
 
 
 def test_tokenizer_with_far_fewer_token_ids_than_the_models_vocabulary_gives_a_warning(model):
@@ -210,9 +212,6 @@ def test_unreadable_tokenizer_file_is_reported_with_the_name_of_its_folder(conte
         (model / "tokenizer.json").write_text(content)
     text = only(grpo(model))
     assert text.startswith("policy.tokenizer.name is") and sentence in text and str(model) in text and "\n" not in text
-
-
-# -- names --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, level, near", [
@@ -274,21 +273,6 @@ print([str(f) for f in check(load_grpo_config("grpo_tiny.yaml", names))])
     assert asked(longer).strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    "name, words", [("/no/such/folder", "no such folder"), ("smollm2-135m-instrct", "did you mean")]
-)
-def test_preflight_check_reports_a_tokenizer_name_that_does_not_exist(name, words):
-    (finding,) = check(load_grpo_config("grpo_tiny.yaml", [f"policy.tokenizer.name={name}"]))
-    assert finding.level == "error" and str(finding).startswith("policy.tokenizer.name is") and words in str(finding)
-
-
-def test_preflight_check_reports_stop_token_ids_beyond_the_vocabulary():
-    (finding,) = check(load_grpo_config("grpo_tiny.yaml", ["policy.generation.stop_token_ids=[1, 151645]"]))
-    said = "policy.generation.stop_token_ids has 151645, but policy.model_name tiny-random has a vocabulary of 16"
-    assert finding.level == "error" and str(finding).startswith(said)
-    assert list(check(load_grpo_config("grpo_tiny.yaml", ["policy.generation.stop_token_ids=[15]"]))) == []
-
-
 def test_error_for_a_run_folder_as_model_name_suggests_the_weights_folder_inside_it(model, tmp_path):
     weights = tmp_path / "run/step_2/policy/weights"
     weights.parent.mkdir(parents=True)
@@ -347,9 +331,6 @@ def test_run_whose_lm_head_was_untied_on_loading_can_resume_from_its_checkpoint(
     tied_with_a_head_of_its_own(model)
     assert "tie_word_embeddings" in only(grpo(model), "warning")
     assert resumed(model, tmp_path, {"tie_word_embeddings": False}) == []
-
-
-# -- where they are asked -------------------------------------------------------------------------------------------------
 
 
 def rewrite(folder, **keys):

@@ -308,9 +308,32 @@ def test_invalid_command_line_override_for_ppo_or_evaluation_is_reported_with_it
         assert word in problem.message
 
 
-def test_force_on_policy_ratio_is_accepted_with_one_update_per_ppo_batch():
-    one_update = ["ppo.ppo_epochs=1", "policy.train_global_batch_size=512"]
-    assert load_ppo_config(overrides=["loss_fn.force_on_policy_ratio=true", *one_update]).loss_fn.force_on_policy_ratio
+SEVERAL = ["data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=8"]
+SIX = ["data.use_multiple_dataloader=true", "grpo.num_prompts_per_step=6", "policy.train_global_batch_size=48"]
+FOUR = [*SIX, "data.num_prompts_per_dataloader=4"]
+# (loader, overrides that are accepted, and those that are not, what is said of them)
+CONDITIONS = {
+    "on-policy ratio with one update": (
+        load_ppo_config, ["loss_fn.force_on_policy_ratio=true", "ppo.ppo_epochs=1", "policy.train_global_batch_size=512"]),
+    "no critic": (load_ppo_config, ["ppo.adv_estimator.name=raw_reward", "value.train_global_batch_size=500"]),
+    "epochs of several loaders": (
+        load_grpo_config, [*SEVERAL, "grpo.max_num_epochs=3", "grpo.max_num_steps=9"], [*SEVERAL, "grpo.max_num_epochs=3"],
+        "grpo.max_num_epochs ends no run.*set grpo.max_num_steps"),
+    "prompts of a loader": (
+        load_grpo_config, [*SIX, "data.num_prompts_per_dataloader=3"], FOUR,
+        "num_prompts_per_dataloader is 4, which does not divide the 6 prompts"),
+    "loaders of one's own": (load_grpo_config, [*FOUR, "data.custom_dataloader=my.loader"]),
+    "prompts of a larger batch": (load_grpo_config, [*FOUR, "grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=2"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONDITIONS)
+def test_values_are_accepted_under_the_conditions_that_error_messages_name(case):
+    load, accepted, *wrong = CONDITIONS[case]
+    load(overrides=[f"++{override}" for override in accepted])
+    if wrong:
+        with pytest.raises(ConfigError, match=wrong[1]):
+            load(overrides=[f"++{override}" for override in wrong[0]])
 
 
 def test_keys_of_other_advantage_estimators_are_accepted_in_a_parent_file():
@@ -338,27 +361,6 @@ def test_ppo_accepts_minus_one_as_unlimited_epochs_and_null_as_disabled_async_pp
     assert not config.loop.beside_training.enabled
     with pytest.raises(ConfigError, match="ppo.max_num_epochs must be at least 1"):
         load_ppo_config(overrides=["ppo.max_num_epochs=0"])
-
-
-def test_max_num_epochs_with_several_data_loaders_requires_max_num_steps():
-    several = ["data.use_multiple_dataloader=true", "+data.num_prompts_per_dataloader=8"]
-    assert load_grpo_config(overrides=[*several, "grpo.max_num_epochs=3", "grpo.max_num_steps=9"])
-    with pytest.raises(ConfigError, match="grpo.max_num_epochs ends no run.*set grpo.max_num_steps"):
-        load_grpo_config(overrides=[*several, "grpo.max_num_epochs=3"])
-
-
-def test_num_prompts_per_dataloader_must_divide_the_number_of_prompts_per_batch():
-    several = ["data.use_multiple_dataloader=true", "grpo.num_prompts_per_step=6"]
-    batch, four = "policy.train_global_batch_size=48", "+data.num_prompts_per_dataloader=4"
-    for more in (["+data.num_prompts_per_dataloader=3"], [four, "+data.custom_dataloader=my.loader"],
-                 [four, "grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=2"]):  # fmt: skip
-        load_grpo_config(overrides=[*several, batch, *more])
-    with pytest.raises(ConfigError, match="num_prompts_per_dataloader is 4, which does not divide the 6 prompts"):
-        load_grpo_config(overrides=[*several, batch, four])
-
-
-def test_critic_configuration_is_not_checked_if_the_estimator_needs_no_critic():
-    load_ppo_config(overrides=["ppo.adv_estimator.name=raw_reward", "value.train_global_batch_size=500"])
 
 
 BROKEN_FILES = {

@@ -19,9 +19,6 @@ def recorded(run):
     return batches
 
 
-# ---- learning
-
-
 def check(mode, learned):
     """Check that the run learned, also on numbers that were not trained on, with bit-exact log-probabilities in every
     step."""
@@ -62,9 +59,6 @@ def rloo_shows(history):
 WHAT_SHOWS = {"dapo": dapo_shows, "prorlv2": prorlv2_shows, "rloo": rloo_shows}
 
 
-# ---- exactness with several updates a step
-
-
 def test_run_initialised_from_a_checkpoint_uses_that_checkpoint_as_reference_model(tmp_path):
     """The ProRLv2 guide resets the reference model by a new run from a checkpoint, whose KL is 0 in its first step."""
     options = (*tiny.SMALL, "checkpointing.enabled=true", "checkpointing.metric_name=null")
@@ -77,9 +71,6 @@ def test_run_initialised_from_a_checkpoint_uses_that_checkpoint_as_reference_mod
     )  # fmt: skip
     assert second.history[0]["weights/digest"] == first.policy.weight_digest()
     assert second.history[0]["kl_penalty"] == 0.0 < second.history[1]["kl_penalty"]
-
-
-# ---- dynamic sampling
 
 
 class HalfHopeless(SingleTurnEnvironment):

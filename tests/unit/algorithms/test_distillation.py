@@ -139,9 +139,6 @@ def test_expectation_of_the_distillation_policy_gradient_is_the_gradient_of_the_
     torch.testing.assert_close(-sampled, exact, rtol=1e-9, atol=1e-12)
 
 
-# ---- who teaches which sample
-
-
 class TwoModels:
     """A fake policy with the teachers "a" and "b", whose log-probabilities are 1 and 2 on every scored token."""
 
@@ -166,9 +163,6 @@ def test_each_response_is_scored_by_the_teacher_of_its_task_or_by_the_default_te
     assert batch.teacher_logprobs.tolist() == [1.0, 1.0, 2.0, 0.0, 0.0] and batch.sample_mask.tolist() == [1, 1, 0]
     with pytest.raises(ValueError, match=r"^the task x has no teacher; .*has sums, games: add it there[^\n]*$"):
         Teachers(TwoModels(), {"sums": "a", "games": "b"}, None).add_logprobs(batch, {"task_name": ["sums", "x", "x"]})
-
-
-# ---- configurations
 
 
 @pytest.fixture(scope="module")
@@ -256,9 +250,6 @@ def test_distillation_teacher_with_a_different_vocabulary_is_an_error(teacher):
         ValueError, match=r"^teacher.model_name: \S+ has another vocabulary than policy.tokenizer.name [^\n]*$"
     ):
         check_vocabulary(tokenizer, str(teacher), "teacher.model_name")
-
-
-# ---- runs
 
 
 def test_distillation_teacher_gives_the_logprobs_of_a_policy_with_the_same_weights(teacher):

@@ -83,9 +83,6 @@ def test_checkpoint_save_error_ends_the_run_unless_the_disk_is_full(tmp_path):
         train(run)
 
 
-# ---- weights that are not finite
-
-
 @pytest.mark.parametrize(
     "settings, words",
     [
@@ -126,9 +123,6 @@ def test_error_for_non_finite_weights_names_the_first_such_parameter(tmp_path, b
     with pytest.raises(NonFiniteError, match=words):
         run.train()
     assert saved(tmp_path) == []
-
-
-# ---- metric names
 
 
 def make_steps(tmp_path, steps, metric, *overrides):

@@ -185,9 +185,6 @@ def test_sft_validation_loss_is_the_mean_over_the_tokens_of_all_rows_also_of_a_s
     assert validator.run(1).metrics == expected
 
 
-# ---- runs
-
-
 def sft_config(folder, **keys):
     same = load_grpo_config("grpo_tiny.yaml").model_dump()
     policy = {**same["policy"], "train_global_batch_size": 64, "train_micro_batch_size": 64}

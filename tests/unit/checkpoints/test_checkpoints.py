@@ -126,9 +126,6 @@ def test_reason_of_a_checkpoint_save_is_the_setting_or_event_that_triggered_the_
     assert make(enabled=False).save_reason(10, is_last=True) is None
 
 
-# ---- damaged checkpoints
-
-
 def test_newest_checkpoint_is_selected_only_among_complete_undamaged_folders(three, make):
     save(make(), 4)
     (three / "step_3" / "policy" / "weights" / "model.safetensors").write_bytes(b"\x09" * 1000)  # of the same size

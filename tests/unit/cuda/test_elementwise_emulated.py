@@ -18,9 +18,6 @@ def parts(rows, columns):
     return torch.full((math.ceil(rows / 64), columns), math.nan)
 
 
-# ---------------------------------------------------------------- norms
-
-
 @pytest.mark.parametrize("x_dtype, w_dtype", [(F32, F32), (F32, BF16), (BF16, BF16)], ids=str)
 @pytest.mark.parametrize(
     "D, inner, offset", [(40, 1, 0.0), (128, 3, 1.0), (513, 1, 1.0), (896, 1, 0.0), (2049, 1, 0.0)], ids=str
@@ -45,9 +42,6 @@ def test_emulated_cuda_rms_norm_and_its_gradient_match_autograd(kernels, D, inne
     dx = dy.clone()
     kernels.rms_norm_backward(dx, x, w, offset, rstd, dx, 0, *size, parts(groups, D), torch.ones(D), *types)  # in place
     close(dx, leaf_x.grad, 2 * BOUND[x_dtype])
-
-
-# ---------------------------------------------------------------- rotary embedding, activation, bias
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -105,9 +99,6 @@ def test_emulated_cuda_bias_addition_rounds_each_element_only_once(kernels, bias
         expected = y.clone()
         expected[:, :37] = bias.float() + accumulate * y[:, :37].float()
         assert torch.equal(got, expected)  # one addition
-
-
-# ---------------------------------------------------------------- embedding, sums
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -172,9 +163,6 @@ def test_emulated_cuda_sum_of_squares_matches_a_float64_reference(kernels, n):
     x, out = randn(n), torch.full((1,), math.nan, dtype=torch.float64)
     kernels.sum_of_squares(x, n, torch.zeros(3, dtype=torch.float64), out)
     assert float(out) == pytest.approx(float((x.double() ** 2).sum()), rel=1e-13)  # float64 in another order
-
-
-# ---------------------------------------------------------------- optimizer, digest
 
 
 @pytest.mark.parametrize("moments", [torch.float32, BF16, torch.uint8], ids=str)

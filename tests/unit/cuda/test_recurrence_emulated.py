@@ -16,9 +16,6 @@ ROWS = 113
 SHAPES = [(1, 2, 16, 48), (2, 2, 48, 16)]
 
 
-# ---------------------------------------------------------------- short convolution
-
-
 def before_rows(sequences, rows, W):
     """Where the W - 1 inputs before each row lie: rows of x, -1 for none, -2 - i for row i of the states."""
     before = torch.full((rows, W - 1), -1)
@@ -89,9 +86,6 @@ def test_emulated_cuda_short_convolution_is_bit_identical_in_chunks_and_over_the
         assert torch.equal(part, whole[done : done + n]), done
         done += n
     assert torch.equal(state[2], x[-3:])
-
-
-# ---------------------------------------------------------------- recurrence
 
 
 def families_of(sequences):
@@ -181,9 +175,6 @@ def test_emulated_cuda_gated_recurrences_are_bit_identical_in_chunks_and_in_any_
         done += n
     shared = inputs.forward(kernels, [(0, 8, NONE, NONE, 0), (8, 13, 0, NONE, 0)])
     assert torch.equal(shared, whole)
-
-
-# ---------------------------------------------------------------- norm and gate
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)

@@ -40,9 +40,6 @@ def write(folder, **files):
     return folder
 
 
-# ---- beginnings
-
-
 @pytest.mark.parametrize(("template", "text", "messages", "expected"), [
     (None, "12=", None, [BOS, 5, 6, 15]),
     (None, "", None, [BOS]),
@@ -89,9 +86,6 @@ def test_plain_text_system_prompt_gets_one_bos_token(begins, tmp_path):
     spec = TaskDataSpec("t", None, tmp_path / "system.txt")
     datum = math_data_processor({"problem": "12", "expected_answer": "3"}, spec, begins, 100, 0)
     assert torch.cat([message["token_ids"] for message in datum["message_log"]]).tolist() == [BOS, 7, 8, 5, 6]
-
-
-# ---- ends
 
 
 @pytest.mark.parametrize(("generation", "config", "expected"), [
@@ -146,9 +140,6 @@ def test_saved_generation_config_contains_the_end_tokens(tmp_path, tiny, base, c
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == saved
 
 
-# ---- side files
-
-
 @pytest.mark.slow
 def test_added_tokens_decoder_takes_precedence_over_added_tokens_and_special_tokens_map_files(tiny, tmp_path):
     from transformers import AutoTokenizer
@@ -174,9 +165,6 @@ def test_added_token_with_an_impossible_id_gives_a_warning(tiny, tmp_path):
     with pytest.warns(UserWarning, match=r"'<late>' has the id 16 in tokenizer.json and 99 in"):
         ours = Tokenizer.from_pretrained(tmp_path)
     assert ours.encode("<late>") == AutoTokenizer.from_pretrained(tmp_path).encode("<late>") == [16]
-
-
-# ---- chat templates
 
 
 def test_saved_tokenizer_keeps_the_chat_template_of_the_model(tiny, tmp_path):

@@ -120,9 +120,6 @@ def test_data_processor_error_is_raised_to_the_user_of_the_data_loader(num_worke
     data.close()
 
 
-# -- several loaders --------------------------------------------------------------------------------------------------
-
-
 class Rows:
     """Processed rows whose idx tells the task and the place."""
 

@@ -127,9 +127,6 @@ def test_load_eval_dataset_returns_the_held_out_split(tmp_path):
     assert len(load_eval_dataset({"dataset_name": "ResponseDataset", "data_path": path}).dataset) == 10
 
 
-# -- list data sets, joining, configuration ---------------------------------------------------------------------------
-
-
 def test_list_dataset_supports_select_and_map_and_returns_copies_of_rows():
     data = ListDataset.from_dict({"a": [1, 2, 3], "b": "xyz"})
     assert (len(data), data[-1], data["a"], data.column_names) == (3, {"a": 3, "b": "z"}, [1, 2, 3], ["a", "b"])
@@ -163,9 +160,6 @@ def test_environment_names_are_collected_from_all_data_sections():
     }
     assert extract_necessary_env_names(config) == ["a", "b", "c"]
     assert extract_necessary_env_names({"train": {}, "validation": None}) == []
-
-
-# -- rows by task -----------------------------------------------------------------------------------------------------
 
 
 def rows_of(*tasks):

@@ -169,9 +169,6 @@ def test_dry_run_prints_the_memory_estimate_and_whether_the_run_fits_in_memory(c
     assert capsys.readouterr().err.startswith("warning: the forecast of memory, ")
 
 
-# ---- processes
-
-
 def started(*arguments, **environment):
     return subprocess.Popen(
         [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

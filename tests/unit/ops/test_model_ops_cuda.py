@@ -32,9 +32,6 @@ def on_both(op, *tensors):
     return op(*tensors), op(*on_gpu)
 
 
-# ---------------------------------------------------------------- products
-
-
 @pytest.mark.parametrize("dtype, bound", DTYPES)
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 64, 64), (70, 96, 40), (300, 1024, 256), (5, 1, 48)], ids=str)
@@ -133,9 +130,6 @@ def test_adamw_on_cuda_matches_the_cpu():
         close(gpu, cpu, 1e-6)
 
 
-# ---------------------------------------------------------------- attention
-
-
 def packed():
     """Return (sequences, number of rows): three separate sequences, and a prompt of 45 tokens that two sequences
     share."""
@@ -192,9 +186,6 @@ def test_copying_a_kv_cache_block_on_cuda_copies_the_same_positions_as_on_the_cp
     assert torch.equal(cache.cpu(), expected)
 
 
-# ---------------------------------------------------------------- recurrent layers
-
-
 @pytest.mark.parametrize("dtype, bound", DTYPES)
 @pytest.mark.parametrize("rule", ["gated_delta", "mamba2"])
 def test_gated_recurrences_on_cuda_match_the_cpu_and_are_bit_identical_in_chunks(rule, dtype, bound):
@@ -227,8 +218,6 @@ def test_gated_recurrences_on_cuda_match_the_cpu_and_are_bit_identical_in_chunks
         assert torch.equal(bits(part), bits(out[done : done + n])), done
         done += n
 
-
-# ---------------------------------------------------------------- head and sampling
 
 RULES = [
     dict(), dict(temperature=0.6), dict(top_p=0.9), dict(top_k=40), dict(top_p=0.8, top_k=40),

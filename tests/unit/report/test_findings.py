@@ -163,8 +163,6 @@ def test_distillation_whose_reward_does_not_move_is_no_warning_because_its_loss_
     assert findings.reward_trend(MetricHistory(rows, {"distillation": {"max_num_steps": 40}})) is None
 
 
-# ---- in the terminal: when findings are printed, how often, and what the last table says
-
 DEAD = {
     "grad_norm": 0.0, "reward": 0.5, "groups/pct_equal": 100.0, "accuracy": 0.5, "advantages/min": 0.0,
     "advantages/max": 0.0,

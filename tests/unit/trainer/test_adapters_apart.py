@@ -171,9 +171,6 @@ def test_rslora_scales_the_adapter_by_alpha_over_the_square_root_of_the_rank():
     assert (model.compute - merged(torch.float32).compute).abs().max() > 0.01
 
 
-# ---- several adapters over one base
-
-
 def sampled(runner, requests):
     """[(tokens, logprobs)] of requests that run in one batch; a request is (prompt, adapted)."""
     engine = C.ResidentEngine(

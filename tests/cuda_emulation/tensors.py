@@ -1,4 +1,4 @@
-"""What the tests of emulated kernels share: random tensors, tables of int64, and a bound on a difference."""
+"""What the tests of emulated and real kernels share: random tensors, tables of int64, packed sequences, and a bound on a difference."""
 
 import torch
 
@@ -10,6 +10,16 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
 
 def table(rows: list) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def packed() -> tuple[list[tuple[int, int, int, int]], int]:
+    """Return (sequences, number of rows): three separate sequences, and a prompt of 45 tokens that two sequences
+    share."""
+    return [(0, 70, 0, 0), (70, 45, 0, 0), (115, 33, 70, 45), (148, 1, 70, 40), (149, 5, 0, 0)], 154
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, bound: float = 1e-6) -> None:

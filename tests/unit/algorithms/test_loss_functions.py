@@ -3,20 +3,11 @@ import pickle
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
-from nemo_rl_cpp.config import ConfigError
 from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 
 TIS = dict(
     use_importance_sampling_correction=True, truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=2.0
 )  # fmt: skip
-BAD = [  # further ones in tests/unit/config/test_config_mistakes.py
-    dict(use_cispo=True, force_on_policy_ratio=True),
-    dict(use_cispo=True, token_level_loss=False, sequence_level_importance_ratios=True),
-    TIS | dict(truncated_importance_sampling_ratio=0.0),
-    TIS | dict(truncated_importance_sampling_type="seq-mask-tis"),
-    TIS | dict(truncated_importance_sampling_type="seq-mask-tis", truncated_importance_sampling_ratio_min=0.9, token_level_loss=False,
-               sequence_level_importance_ratios=True),
-]  # fmt: skip
 
 
 def batch(rows=3, length=8, vocab=11, seed=0):
@@ -38,12 +29,6 @@ def batch(rows=3, length=8, vocab=11, seed=0):
     data["token_mask"][:, 0] = 0
     logits = torch.randn(rows, length, vocab, generator=g, dtype=torch.float64)
     return data, logits, lengths, (data["sample_mask"].sum(), data["token_mask"][:, 1:].sum())
-
-
-@pytest.mark.parametrize("settings", BAD)
-def test_loss_constructor_raises_config_error_for_contradictory_settings(settings):
-    with pytest.raises(ConfigError, match="loss_fn."):
-        ClippedPGLossFn(ClippedPGLossConfig(**settings))
 
 
 def test_gradient_of_a_scaled_native_loss_is_the_scaled_gradient():

@@ -6,7 +6,6 @@ import pytest
 import tiny
 import torch
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
-from nemo_rl_cpp.config import ConfigError, load_grpo_config
 
 NAMES = ("gpg", "cispo")
 V = 12
@@ -103,9 +102,3 @@ def test_score_centering_changes_the_weights_of_a_step_with_several_updates(tmp_
             return run.policy.weight_digest()
 
     assert digest("1", "loss_fn.score_centering_k=6") != digest("2")
-
-
-@pytest.mark.parametrize("override", ["loss_fn.name=gspo", "loss_fn.use_importance_sampling_correction=true"])
-def test_settings_incompatible_with_score_centering_are_errors(override):
-    with pytest.raises(ConfigError, match="score_centering_k goes with"):
-        load_grpo_config("grpo_tiny.yaml", ["loss_fn.score_centering_k=6", "loss_fn.name=gpg", override])

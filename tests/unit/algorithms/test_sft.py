@@ -9,9 +9,8 @@ from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.hooks import summary
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.algorithms.parts import make_data, make_tokenizer
-from nemo_rl_cpp.config import ConfigError, load_grpo_config
+from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.config.distillation import SFTConfig, SFTLossConfig
-from nemo_rl_cpp.config.loader import load_sft_config
 from nemo_rl_cpp.config.master import SFTMasterConfig, checked
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
@@ -242,14 +241,3 @@ def test_sft_run_lowers_the_loss_and_resumes_bit_identically(tmp_path):
     assert "trainer and generator agree" not in report and "entropy collapsed" not in report
     table = summary(whole, 0, 1.0)
     assert "reward" not in table and table["loss"] == f"{losses[0]:.3f} -> {losses[-1]:.3f}"
-
-
-def test_settings_unsupported_by_sft_are_errors():
-    for overrides, said in (
-        (["loss_fn.name=sapo"], "must be nll, or a loss of yours"),
-        (["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1",
-          "cluster.executor=processes", "cluster.gpus_per_node=2"], "nothing is generated"),
-        (["loss_fn.use_importance_sampling_correction=true"], "does not go with the loss nll"),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError, match=said):
-            load_sft_config("sft_arithmetic_smollm2.yaml", overrides)

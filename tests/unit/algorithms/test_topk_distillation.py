@@ -5,9 +5,8 @@ import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.loss import TopKDistillationLossFn, divergence
-from nemo_rl_cpp.config import ConfigError, load_grpo_config
+from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.config.distillation import DistillationLossConfig
-from nemo_rl_cpp.config.loader import load_distillation_config
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
@@ -144,14 +143,3 @@ def test_topk_distillation_training_reduces_the_divergence_from_the_teacher(tmp_
         run.train()
     losses = [row["loss"] for row in run.history]
     assert np.mean(losses[-3:]) < 0.5 * np.mean(losses[:2]), losses
-
-
-@pytest.mark.parametrize("override,reason", [
-    ("loss_fn.kl_type=jensen", "not jensen"),
-    ("policy.generation.top_p=0.9", "compares whole distributions"),
-    ("loss_fn.entropy_coef=0.1", "is for the sampled token"),
-])  # fmt: skip
-def test_settings_incompatible_with_topk_distillation_are_errors(override, reason):
-    with pytest.raises(ConfigError, match=reason):
-        load_distillation_config("distillation_arithmetic_smollm2.yaml", ["distillation.topk_logits_k=64", override])
-    assert DistillationLossConfig().zero_outside_topk is False

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.loader import load_distillation_config, load_sft_config
 
 GRPO = """\
 grpo:
@@ -64,12 +65,20 @@ BAD_FILES = {
         "  truncated_importance_sampling_ratio: 2\n  truncated_importance_sampling_ratio_min: 3",
         "loss_fn.truncated_importance_sampling_ratio_min", 5, ["3 is above", "2"]),
     "bound without a type": ("loss_fn:\n  truncated_importance_sampling_ratio: 2", "loss_fn.truncated_importance_sampling_ratio", 2, ["set truncated_importance_sampling_type"]),
-    "negative bound": (
-        "loss_fn:\n  use_importance_sampling_correction: true\n  truncated_importance_sampling_type: tis\n  truncated_importance_sampling_ratio: -1",
+    "bound of 0": (
+        "loss_fn:\n  use_importance_sampling_correction: true\n  truncated_importance_sampling_type: tis\n  truncated_importance_sampling_ratio: 0",
         "loss_fn.truncated_importance_sampling_ratio", 4, ["greater than 0"]),
     "sequence ratios with token loss": ("loss_fn:\n  sequence_level_importance_ratios: true", "loss_fn.sequence_level_importance_ratios", 2, ["token_level_loss: false"]),
     "cispo and dual clip": ("loss_fn:\n  use_cispo: true\n  ratio_clip_c: 3", "loss_fn.ratio_clip_c", 3, ["must be null", "use_cispo"]),
     "cispo and plain policy gradient": ("loss_fn:\n  use_cispo: true\n  disable_ppo_ratio: true", "loss_fn.disable_ppo_ratio", 3, ["use_cispo"]),
+    "cispo on policy": ("loss_fn:\n  use_cispo: true\n  force_on_policy_ratio: true", "loss_fn.force_on_policy_ratio", 3, ["use_cispo"]),
+    "mask of sequences without a lower bound": (
+        "loss_fn:\n  use_importance_sampling_correction: true\n  truncated_importance_sampling_type: seq-mask-tis\n  truncated_importance_sampling_ratio: 2",
+        "loss_fn.truncated_importance_sampling_ratio_min", 3, ["is missing", "lower bound"]),
+    "mask of sequences with their ratios": (
+        "loss_fn:\n  use_importance_sampling_correction: true\n  truncated_importance_sampling_type: seq-mask-tis\n  truncated_importance_sampling_ratio: 2\n"
+        "  truncated_importance_sampling_ratio_min: 0.9\n  token_level_loss: false\n  sequence_level_importance_ratios: true",
+        "loss_fn.truncated_importance_sampling_type", 3, ["needs token-level ratios"]),
     "cispo and sequence loss": ("loss_fn:\n  use_cispo: true\n  token_level_loss: false", "loss_fn.token_level_loss", 3, ["must be true"]),
     "KL without a reference": ("grpo:\n  skip_reference_policy_logprobs_calculation: true", "grpo.skip_reference_policy_logprobs_calculation", 2, ["set the penalty to 0"]),
     "KL in reward with the wrong estimator": ("loss_fn:\n  use_kl_in_reward: true", "loss_fn.use_kl_in_reward", 2, ["reinforce_plus_plus"]),
@@ -295,10 +304,31 @@ PPO_CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*PPO_CASES, *EVAL_CASES])
-def test_invalid_command_line_override_for_ppo_or_evaluation_is_reported_with_its_key(name):
-    load = load_ppo_config if name in PPO_CASES else load_eval_config
-    overrides, key, words = (PPO_CASES | EVAL_CASES)[name]
+TEACHER_SERVER = "++teacher.base_url=http://localhost:8000/v1"
+DISTILLATION_CASES = {
+    "divergence of top k": (["loss_fn.kl_type=jensen", "distillation.topk_logits_k=64"], "distillation.topk_logits_k", ["not jensen"]),
+    "top-p of top k": (["policy.generation.top_p=0.9", "distillation.topk_logits_k=64"], "distillation.topk_logits_k", ["compares whole distributions"]),
+    "entropy bonus of top k": (["distillation.topk_logits_k=64", "loss_fn.entropy_coef=0.1"], "loss_fn.entropy_coef", ["is for the sampled token"]),
+    "temperature of a teacher server": ([TEACHER_SERVER, "policy.generation.temperature=0.7"], "policy.generation.temperature", ["at temperature 1"]),
+    "top k of a teacher server": ([TEACHER_SERVER, "distillation.topk_logits_k=8"], "distillation.topk_logits_k", ["needs a teacher of the native core"]),
+    "back end of a teacher server": ([TEACHER_SERVER, "++teacher.backend=hf"], "teacher.backend", ["leave it out with teacher.base_url"]),
+    "estimator without a teacher": ("distillation.adv_estimator.name=grpo", "distillation.adv_estimator.name", ["must be opd, which reads the teacher's scores"]),
+}  # fmt: skip
+SFT_CASES = {
+    "loss of rollouts": ("loss_fn.name=sapo", "loss_fn.name", ["must be nll, or a loss of yours"]),
+    "engines": (
+        ["cluster.executor=processes", "cluster.gpus_per_node=2", "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}"],
+        "policy.generation", ["nothing is generated"]),
+    "weights of rollouts": ("loss_fn.use_importance_sampling_correction=true", "loss_fn", ["does not go with the loss nll"]),
+}  # fmt: skip
+CASES = {
+    load_ppo_config: PPO_CASES, load_eval_config: EVAL_CASES, load_distillation_config: DISTILLATION_CASES, load_sft_config: SFT_CASES,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("load, name", [(load, name) for load, cases in CASES.items() for name in cases])
+def test_invalid_command_line_override_of_every_kind_of_run_is_reported_with_its_key(load, name):
+    overrides, key, words = CASES[load][name]
     overrides = [overrides] if isinstance(overrides, str) else overrides
     with pytest.raises(ConfigError) as caught:
         load(overrides=overrides)

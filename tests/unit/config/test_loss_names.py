@@ -36,6 +36,10 @@ def test_dr_grpo_loss_is_normalised_by_max_new_tokens_unless_another_factor_is_s
     (["grpo.adv_estimator.name=pass_at_k", "grpo.adv_estimator.pass_k=8"], "sets that hold them all do not differ"),
     (["loss_fn.name=luspo", "loss_fn.loss_agg_mode=token-mean"], "loss_agg_mode is 'token-mean'"),
     (["loss_fn.name=sapo", "loss_fn.sapo_temperature_pos=0"], "sapo_temperature_pos"),
+    (["loss_fn.use_cispo=true", "loss_fn.token_level_loss=false", "loss_fn.sequence_level_importance_ratios=true"],
+     "sequence_level_importance_ratios must be false with loss_fn.use_cispo"),
+    (["loss_fn.name=gspo", "loss_fn.score_centering_k=6"], "score_centering_k goes with"),
+    (["loss_fn.name=gpg", "loss_fn.score_centering_k=6", "loss_fn.use_importance_sampling_correction=true"], "score_centering_k goes with"),
 ])  # fmt: skip
 def test_key_that_contradicts_the_loss_name_is_an_error(overrides, key):
     with pytest.raises(ConfigError, match=key):

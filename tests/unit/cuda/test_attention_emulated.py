@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from cuda_emulation.tensors import close, randn, table
+from cuda_emulation.tensors import bits, close, packed, randn, table
 from nemo_rl_cpp._native import C
 
 TILE = C.KEY_TILE
@@ -11,10 +11,6 @@ TILE = C.KEY_TILE
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
 #         N, K, H: heads that share keys or do not, and a head of every register layout (up to 64, 128 and 256)
 HEADS = [(3, 1, 16), (2, 2, 64), (7, 1, 128), (3, 3, 24)]
-
-
-def bits(x):
-    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def turned(cache, H, to_pairs):
@@ -27,11 +23,6 @@ def turned(cache, H, to_pairs):
         shape = (outer, 2, inner) if to_pairs else (outer, inner, 2)
         kinds.append(tiles.unflatten(-1, shape).transpose(-1, -2).flatten(-3))
     return torch.stack(kinds, 2)
-
-
-def packed():
-    """(sequences, tokens): three of their own, and a prompt of 45 tokens that two share."""
-    return [(0, 70, 0, 0), (70, 45, 0, 0), (115, 33, 70, 45), (148, 1, 70, 40), (149, 5, 0, 0)], 154
 
 
 def small():

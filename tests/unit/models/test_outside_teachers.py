@@ -6,8 +6,7 @@ import pytest
 import tiny
 import torch
 from nemo_rl_cpp.algorithms.teachers import HfTeacher, OutsideTeacher, ServerTeacher
-from nemo_rl_cpp.config import ConfigError, load_grpo_config
-from nemo_rl_cpp.config.loader import load_distillation_config
+from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.ragged_batch import offsets_of
 from nemo_rl_cpp.models.policy.lm_policy import Policy
@@ -84,17 +83,3 @@ def test_error_for_a_teacher_server_without_prompt_logprobs_names_the_server():
         server.shutdown(), server.server_close()
     with pytest.raises(RuntimeError, match=r"^teacher.base_url: \S+ does not answer"):
         ServerTeacher(f"http://127.0.0.1:{server.server_port}/v1", "m").score([[4, 5]])
-
-
-@pytest.mark.parametrize(
-    "overrides,reason",
-    [
-        (["policy.generation.temperature=0.7"], "at temperature 1"),
-        (["distillation.topk_logits_k=8"], "needs a teacher of the native core"),
-        (["++teacher.backend=hf"], "leave it out with teacher.base_url"),
-    ],
-)
-def test_configuration_keys_incompatible_with_a_teacher_server_are_errors(overrides, reason):
-    url = "++teacher.base_url=http://localhost:8000/v1"
-    with pytest.raises(ConfigError, match=reason):
-        load_distillation_config("distillation_arithmetic_smollm2.yaml", [url, *overrides])

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from cuda_emulation.tensors import bits, packed, randn
 from nemo_rl_cpp._native import C
 
 pytestmark = pytest.mark.gpu
@@ -11,18 +12,10 @@ HEADS = [(3, 1, 16), (4, 4, 64), (9, 3, 64), (7, 1, 128), (2, 1, 8), (3, 3, 24),
 TILE = C.KEY_TILE
 
 
-def randn(*shape, dtype, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def close(gpu, cpu, bound):
     assert gpu.is_cuda
     difference, size = (gpu.cpu().double() - cpu.double()).norm(), cpu.double().norm()
     assert difference <= bound * size + 1e-6, float(difference / size)
-
-
-def bits(x):
-    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def on_both(op, *tensors):
@@ -128,12 +121,6 @@ def test_adamw_on_cuda_matches_the_cpu():
         results.append((w, m, v))
     for cpu, gpu in zip(*results, strict=True):
         close(gpu, cpu, 1e-6)
-
-
-def packed():
-    """Return (sequences, number of rows): three separate sequences, and a prompt of 45 tokens that two sequences
-    share."""
-    return [(0, 70, 0, 0), (70, 45, 0, 0), (115, 33, 70, 45), (148, 1, 70, 40), (149, 5, 0, 0)], 154
 
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)

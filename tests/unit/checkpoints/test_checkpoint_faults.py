@@ -204,7 +204,6 @@ def test_full_disk_at_any_system_call_of_a_save_leaves_a_complete_checkpoint(tmp
 
 
 def test_process_killed_while_cleaning_up_an_interrupted_save_loses_no_checkpoint(tmp_path, monkeypatch, fill):
-    """A crash in the middle of repairing a crash loses nothing either."""
     for at in range(1, 500):
         root = tmp_path / f"run{at}"
         fill(root)

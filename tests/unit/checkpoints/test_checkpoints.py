@@ -196,7 +196,6 @@ def damage(path, kind):
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damaged_older_checkpoint_does_not_prevent_resuming_or_saving(three, make, name, kind):
-    """Both resuming and a running run's next saves, which thin out the old ones, go on."""
     damage(three / "step_1" / name, kind)
     manager = make(keep_top_k=2)
     assert manager.get_latest_checkpoint_path().endswith("step_3")

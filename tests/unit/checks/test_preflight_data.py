@@ -9,11 +9,6 @@ from nemo_rl_cpp.environments.response_data import Limits, inspect_rows, load_re
 
 
 @pytest.fixture
-def tiny():
-    return tiny_tokenizer()
-
-
-@pytest.fixture
 def tokenizer_folder(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -214,7 +214,6 @@ def test_second_interrupt_signal_ends_a_run_whose_reward_function_hangs():
 
 @pytest.mark.slow
 def test_ctrl_c_while_torch_is_imported_ends_the_program_without_a_traceback(tmp_path):
-    """Before the first step nothing is worth a graceful end: the program ends at once, without a traceback."""
     code = (
         "import os, signal, sys, threading\n"
         "class Interrupts:\n"

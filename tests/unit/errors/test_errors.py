@@ -73,8 +73,6 @@ class KeyboardInterruptLike(BaseException):
     BaseExceptionGroup("x", [SystemExit(0)]),
 ])  # fmt: skip
 def test_control_flow_exceptions_in_a_reward_function_are_reported_as_errors(raised):
-    """None of them may end a loop or a generator of ours without a word."""
-
     def reward(completions):
         raise raised
 

@@ -41,7 +41,6 @@ def some(data, rows):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_response_generated_with_transformers_does_not_depend_on_other_samples_in_the_batch(kind):
-    """Texts are equal, and log-probabilities to rounding, alone, in any order, and with little memory; the trainer scores the same."""
     settings = {"temperature": 0.9, "top_k": 11, "top_p": 0.95, "stop_token_ids": [2, 5, 9]}
     policy = policy_of(kind, **settings)
     engine, data = policy.create_generation(seed=5), prompts()
@@ -73,7 +72,6 @@ def test_samples_generated_with_transformers_depend_on_every_part_of_the_samplin
 
 
 def test_transformers_and_native_generation_sample_the_same_responses(tmp_path):
-    """The same Llama, seed and keys: the same texts."""
     from nemo_rl_cpp.models.hf.trained import HfPolicy
 
     values = dict(precision="float32", max_total_sequence_length=24, generation={"max_new_tokens": 12, "top_p": 0.9})

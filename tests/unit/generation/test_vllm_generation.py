@@ -232,7 +232,6 @@ def test_null_in_env_vars_removes_the_environment_variable_from_the_vllm_server(
 @starts_processes
 @pytest.mark.parametrize("kind", INTERPRETERS)
 def test_grpo_run_trains_with_a_vllm_server_started_by_the_run(kind, interpreter, tmp_path):
-    """Two steps with a refit before each: digests, versions, scored batches; killed in the middle, vLLM leaves an error and no process."""
     overrides = [f"++policy.hf_config_overrides.{key}={value}" for key, value in MODEL.items()]
     run = tiny.make(
         tmp_path, *tiny.SMALL, *overrides, "grpo.max_num_steps=2", "grpo.val_period=2", "policy.generation.backend=vllm",

@@ -366,7 +366,6 @@ SMALL = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "trainer"), [("ppo", "native"), ("grpo", "hf")])
 def test_grpo_run_trains_with_an_already_running_vllm_server(algorithm, trainer, tmp_path):
-    """Two steps with a refit before each: digests, versions, scored batches; the server stays, with the last weights."""
     if trainer == "hf":
         pytest.importorskip("transformers")
     overrides = [f"++policy.hf_config_overrides.{key}={value}" for key, value in MODEL.items()]

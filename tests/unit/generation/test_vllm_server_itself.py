@@ -59,7 +59,6 @@ def vllm_itself(policy, folder):
     ids=["attention", "recurrent", "mixture", "fused"],
 )
 def test_real_vllm_server_receives_weights_generates_expected_texts_and_may_be_killed(tmp_path, model, precision, gap):
-    """Weights, digests, greedy texts and log-probabilities; then it is killed in the middle of a generation."""
     tied = model != FUSED  # vLLM's Qwen3-Next does not tie weights
     policy = policy_of(tied, {"server_url": "http://127.0.0.1:1"}, model, precision)
     with vllm_itself(policy, tmp_path) as process:

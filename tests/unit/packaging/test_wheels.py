@@ -73,7 +73,6 @@ def test_wheel_build_creates_an_environment_only_if_build_tools_are_missing(monk
 
 
 def test_torch_version_is_equal_in_build_requirements_package_and_container_files():
-    """Build requirement, run requirement and the containers' torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     requirements = project["build-system"]["requires"] + project["project"]["dependencies"]
     found = [line for line in requirements if line.startswith("torch")]

@@ -101,7 +101,6 @@ def test_lora_gradients_are_bit_identical_with_activation_checkpointing(targets,
 
 
 def test_lora_updates_below_bfloat16_rounding_accumulate_in_float32():
-    """Each is far below the rounding of the weights; together they are not."""
     model = base(torch.bfloat16)
     model.adapt(DIM, ALPHA, ["model.layers.0.mlp.up_proj.weight"])
     draw(model, spread=0.0)

@@ -115,7 +115,6 @@ def test_unmerged_lora_update_smaller_than_bfloat16_rounding_changes_the_logits(
     ids=["all", "some", "recurrent", "mixture"],
 )
 def test_logits_with_an_unmerged_lora_adapter_do_not_depend_on_later_tokens_or_threads(dtype, targets, changes):
-    """Prefixes of any length, with one thread and two."""
     model = apart(dtype, targets, **changes, hidden_size=72, intermediate_size=136)
     tokens, lengths = torch.arange(1, 61).repeat(5), (1, 2, 3, 17, 64, 65, 300)
     whole = logits(model, tokens)

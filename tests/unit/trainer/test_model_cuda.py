@@ -155,7 +155,6 @@ def test_weight_digest_on_cuda_equals_that_on_the_cpu(dtype):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sampling", [(), ("policy.generation.top_p=0.9",), ("policy.generation.top_k=5",)], ids=str)
 def test_grpo_run_on_cuda_is_reproducible_with_equal_generation_and_training_logprobs(tmp_path, precision, sampling):
-    """Generation's log-probabilities are the training forward's, bit for bit, before the first update of every step."""
     options = ["cluster.device=cuda", "grpo.max_num_steps=2", f"policy.precision={precision}", *sampling]
     run = tiny.train(tmp_path, *tiny.SMALL, *options)
     assert run.policy.device == "cuda" and run.policy.model.device.startswith("cuda")

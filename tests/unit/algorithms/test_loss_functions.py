@@ -3,6 +3,7 @@ import pickle
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
+from nemo_rl_cpp.config import ConfigError
 from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 
 TIS = dict(
@@ -29,6 +30,11 @@ def batch(rows=3, length=8, vocab=11, seed=0):
     data["token_mask"][:, 0] = 0
     logits = torch.randn(rows, length, vocab, generator=g, dtype=torch.float64)
     return data, logits, lengths, (data["sample_mask"].sum(), data["token_mask"][:, 1:].sum())
+
+
+def test_loss_constructor_raises_config_error_for_contradictory_settings():
+    with pytest.raises(ConfigError, match="loss_fn.force_on_policy_ratio must be false with loss_fn.use_cispo"):
+        ClippedPGLossFn(ClippedPGLossConfig(use_cispo=True, force_on_policy_ratio=True))
 
 
 def test_gradient_of_a_scaled_native_loss_is_the_scaled_gradient():

@@ -9,13 +9,6 @@ from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, Environmen
 from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
 
 
-class _Encoding(dict):
-    """The result of a tokenizer, which can be read by key and by attribute."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self[name]
-
-
 class ByteTokenizer:
     """A byte-level tokenizer: each byte of UTF-8 is a token, 256 is padding, and 257 is EOS."""
 
@@ -23,13 +16,9 @@ class ByteTokenizer:
     pad_token, eos_token, bos_token = "<pad>", "<eos>", None
     vocab_size = 258
 
-    def __call__(
-        self, text: "str | list[str]", return_tensors: str | None = None, add_special_tokens: bool = True, **_
-    ):
+    def __call__(self, text: "str | list[str]", **_):
         ids = [self.encode(one) for one in ([text] if isinstance(text, str) else text)]
-        if return_tensors == "pt":
-            return _Encoding(input_ids=torch.tensor(ids))  # a float tensor for an empty text, as in transformers
-        return _Encoding(input_ids=ids[0] if isinstance(text, str) else ids)
+        return {"input_ids": ids[0] if isinstance(text, str) else ids}
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return list(text.encode())
@@ -43,9 +32,6 @@ class ByteTokenizer:
             elif not skip_special_tokens:
                 pieces.append({256: b"<pad>", 257: b"<eos>"}[i])
         return b"".join(pieces).decode(errors="replace")
-
-    def batch_decode(self, rows, skip_special_tokens: bool = False) -> list[str]:
-        return [self.decode(row, skip_special_tokens) for row in rows]
 
     def apply_chat_template(self, messages, tokenize: bool = False, add_generation_prompt: bool = False, **_):
         text = "".join(f"[{m['role']}]{m['content']}" for m in messages) + (

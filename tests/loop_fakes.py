@@ -60,10 +60,6 @@ class Policy:
     def weight_digest(self):
         return f"{self.version:016x}"
 
-    def get_logprobs(self, data):
-        self.events.append("get_logprobs")
-        return {"logprobs": data["generation_logprobs"].clone()}
-
     def train(self, data, loss_fn):
         self.events.append("train")
         self.trained.append(data)

@@ -1,4 +1,4 @@
-"""What the tests of emulated and real kernels share: random tensors, tables of int64, packed sequences, and a bound on a difference."""
+"""Tensors and bounds that the tests of emulated and of real CUDA kernels share."""
 
 import torch
 

@@ -37,11 +37,6 @@ class Checker(HTMLParser):
         self.fetches += [v for k, v in attributes.items() if k in linking and not v.startswith(("#", "data:,"))]
         assert tag not in ("iframe", "object", "embed", "img", "base")
 
-    def handle_startendtag(self, tag, attributes):
-        self.handle_starttag(tag, attributes)
-        if tag not in VOID:
-            self.stack.pop()
-
     def handle_endtag(self, tag):
         assert self.stack and self.stack[-1][0] == tag, f"</{tag}> closes {self.stack[-1:]}"
         self.stack.pop()

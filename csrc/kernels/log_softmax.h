@@ -59,6 +59,10 @@ NRL_DECLARE_CPU_KERNEL(token_logprob, TokenLogprobFn);
 using SoftmaxRowFn = void(const float* logits, std::int64_t V, float temperature, const LogSumExp& row, float* out);
 NRL_DECLARE_CPU_KERNEL(softmax_row, SoftmaxRowFn);
 
+/// x[v] = c · tanh(x[v] / c): a softcap of logits (Gemma 2 and 4).
+using SoftcapRowFn = void(float* x, std::int64_t n, float c);
+NRL_DECLARE_CPU_KERNEL(softcap_row, SoftcapRowFn);
+
 /// The same in float64, one entry after the other: for checks, not for speed.
 using LogSumExpRowF64Fn = LogSumExpF64(const double* logits, std::int64_t V, double temperature, bool with_entropy);
 NRL_DECLARE_CPU_KERNEL(log_sum_exp_row_f64, LogSumExpRowF64Fn);

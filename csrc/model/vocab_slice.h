@@ -20,11 +20,11 @@ struct WholeSums {
 };
 
 /// row[v] = c * tanh(row[v] / c); a softcap c of 0 changes nothing.
-template <class A>
-void cap_row(A* row, std::int64_t n, double softcap) {
-  if (softcap == 0) return;
-  const A c = static_cast<A>(softcap);
-  for (std::int64_t v = 0; v < n; ++v) row[v] = c * std::tanh(row[v] / c);
+inline void cap_row(float* row, std::int64_t n, double softcap) {
+  if (softcap != 0) kernels::softcap_row(row, n, static_cast<float>(softcap));
+}
+inline void cap_row(double* row, std::int64_t n, double softcap) {
+  for (std::int64_t v = 0; softcap != 0 && v < n; ++v) row[v] = softcap * std::tanh(row[v] / softcap);
 }
 /// Returns the derivative of a capped logit with respect to the logit before the cap.
 template <class A>

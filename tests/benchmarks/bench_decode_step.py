@@ -1,7 +1,7 @@
 """A decode step of the engine, compared with its matrix products alone, and these with the fastest products of torch.
 
     uv run python tests/benchmarks/bench_decode_step.py [--batches 1 16 64] [--precision bfloat16 float32] [--threads 2]
-        [--shape smollm2|qwen3.5|olmoe|gemma3|llama3]
+        [--shape smollm2|qwen3.5|olmoe|gemma3|gemma4|llama3]
 
 The model is SmolLM2-135M, or with `--shape` one with random weights (shapes.py). The time of a step is the mean of the
 last 48 of 64 new tokens, for all sequences: a generation of 64 tokens minus one of 16, with prompts of 40 tokens. The

@@ -2,7 +2,7 @@
 with peers.
 
     uv run python tests/benchmarks/bench_training_step.py [--precision bfloat16 float32] [--lengths mixed] [--prompt 0]
-        [--sides ...] [--rounds 3] [--shape smollm2|qwen3.5|olmoe|gemma3|llama3] [--dim 8]
+        [--sides ...] [--rounds 3] [--shape smollm2|qwen3.5|olmoe|gemma3|gemma4|llama3] [--dim 8]
 
 The model is SmolLM2-135M, or with `--shape` one with random weights (shapes.py). There are 16 samples of 128 tokens,
 or with `--lengths mixed` of 45 to 290 tokens with the same sum. By default every token is trained, and the samples have
@@ -251,7 +251,7 @@ def measure(precision: str, model: str, arguments: argparse.Namespace) -> dict[s
 def main() -> None:
     arguments = options(
         __doc__, precision=["bfloat16", "float32"], lengths=choice(*LENGTHS), prompt=0, rounds=3, threads=2, dim=8,
-        shape=choice("smollm2", "qwen3.5", "olmoe", "gemma3", "llama3"), side=HIDDEN, model=HIDDEN,
+        shape=choice("smollm2", "qwen3.5", "olmoe", "gemma3", "gemma4", "llama3"), side=HIDDEN, model=HIDDEN,
         sides=choices(SIDES, "ours", "ours_halved", "transformers", "transformers_tuned"),
     )  # fmt: skip
     shortest = min(LENGTHS[arguments.lengths]())

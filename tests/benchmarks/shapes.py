@@ -34,6 +34,13 @@ SHAPES = {
         "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
         "sliding_window": 512, "query_pre_attn_scalar": 256,
     },
+    # Gemma 4 E2B: 10 of 35 layers, of which the last 5 read the keys of earlier ones, and as large a share of the vocabulary
+    "gemma4": {
+        "model_type": "gemma4_text", "vocab_size": 74880, "vocab_size_per_layer_input": 74880, "hidden_size": 1536,
+        "intermediate_size": 6144, "num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
+        "sliding_window": 512, "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 2, "num_kv_shared_layers": 5,
+        "use_double_wide_mlp": True, "final_logit_softcapping": 30.0,
+    },
     # Llama 3 8B: 12 of 32 layers, and as large a share of the vocabulary
     "llama3": {
         "model_type": "llama", "vocab_size": 49152, "hidden_size": 4096, "intermediate_size": 14336,

@@ -50,6 +50,13 @@ VocabBlockSum block_sum(const float* x, std::int64_t n, float inverse_temperatur
   return out;
 }
 
+/// Its series where |x| < 1/4, where the quotient loses digits.
+NRL_VEC Floats tanh_of(Floats x) {
+  const Floats square = x * x, e = exp_flushed(abs_of(x) * -2.0f), t = (1.0f - e) / (1.0f + e);
+  const Floats series = (((square * (62.0f / 2835) - 17.0f / 315) * square + 2.0f / 15) * square - 1.0f / 3) * square;
+  return select(abs_of(x) < Floats(0.25f), x + x * series, select(x < Floats(0.0f), -t, t));
+}
+
 /// Adds blocks one by one around a running maximum known beforehand.
 struct Combiner {
   double max, sum = 0, dot = 0;
@@ -108,6 +115,13 @@ void softmax_row(const float* logits, std::int64_t V, float temperature, const L
   float tail[kLanes];
   store(tail, exp_flushed((load<Floats>(logits + i, V - i, -kInf) * inverse - max) - log_sum));
   for (std::int64_t j = 0; i + j < V; ++j) out[i + j] = tail[j];
+}
+
+void softcap_row(float* x, std::int64_t n, float c) {
+  const float inverse = 1.0f / c;
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(x + i, tanh_of(load<Floats>(x + i) * inverse) * c);
+  if (i < n) store(x + i, tanh_of(load<Floats>(x + i, static_cast<int>(n - i)) * inverse) * c, static_cast<int>(n - i));
 }
 
 LogSumExpF64 log_sum_exp_row_f64(const double* logits, std::int64_t V, double temperature, bool with_entropy) {

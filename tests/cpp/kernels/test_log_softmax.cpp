@@ -168,6 +168,31 @@ TEST(LogSoftmax, Float64VariantAgreesWithFloat32) {
   EXPECT_NEAR(token_logprob_f64(wide[5], 0.6, row), wide[5] / 0.6 - expected.log_sum_exp, 1e-12);
 }
 
+TEST(Softcap, IsWithinAFewUlpOfTheExactValueAtEveryPosition) {
+  for (const float c : {1.0f, 30.0f}) {
+    auto x = random_logits(10007, 8, 6 * c);
+    for (std::size_t v = 0; v < 100; ++v) x[v] = std::ldexp(x[v], -static_cast<int>(v));  // down to very small ones
+    auto capped = x;
+    softcap_row(capped.data(), 10007, c);
+    for (std::size_t v = 0; v < x.size(); ++v) {
+      const double exact = c * std::tanh(static_cast<double>(x[v]) / c);
+      EXPECT_NEAR(capped[v], exact, 4e-7 * std::fabs(exact) + 1e-45) << x[v];
+      float alone = x[v];
+      softcap_row(&alone, 1, c);
+      EXPECT_EQ(alone, capped[v]);
+    }
+  }
+}
+
+TEST(Softcap, KeepsInfiniteLogitsWithinTheCapAndShowsNan) {
+  float x[] = {kInf, -kInf, std::numeric_limits<float>::quiet_NaN(), 0.0f};
+  softcap_row(x, 4, 30.0f);
+  EXPECT_EQ(x[0], 30.0f);
+  EXPECT_EQ(x[1], -30.0f);
+  EXPECT_TRUE(std::isnan(x[2]));
+  EXPECT_EQ(x[3], 0.0f);
+}
+
 #if defined(__x86_64__)
 TEST(LogSoftmax, KernelsOfEveryCpuCapabilityAreBitIdentical) {
   const auto x = random_logits(10007, 7, 12);
@@ -178,8 +203,16 @@ TEST(LogSoftmax, KernelsOfEveryCpuCapabilityAreBitIdentical) {
     EXPECT_EQ(row.log_sum, expected.log_sum);
     EXPECT_EQ(row.entropy, expected.entropy);
   };
-  if (__builtin_cpu_supports("avx2")) check(avx2::log_sum_exp_row);
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) check(avx512::log_sum_exp_row);
+  auto capped = x;
+  base::softcap_row(capped.data(), 10007, 5.0f);
+  const auto check_cap = [&](SoftcapRowFn* fn) {
+    auto found = x;
+    fn(found.data(), 10007, 5.0f);
+    EXPECT_EQ(found, capped);
+  };
+  if (__builtin_cpu_supports("avx2")) check(avx2::log_sum_exp_row), check_cap(avx2::softcap_row);
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"))
+    check(avx512::log_sum_exp_row), check_cap(avx512::softcap_row);
 }
 #endif
 

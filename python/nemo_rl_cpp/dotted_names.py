@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,16 +108,3 @@ def _no_attribute(name: str, what: str, owner: object, attribute: str) -> str:
     own = [n for n in names if getattr(getattr(owner, n), "__module__", None) == module] or names
     hint = did_you_mean(attribute, names, f"it has {', '.join(own[:10]) or 'nothing'}")
     return f"{what} {in_a_line(name)}: {module} has no {attribute}; {hint}"
-
-
-def takes(function: Callable[..., object], *arguments: object) -> bool:
-    """Return whether `function` can be called with `arguments` by its signature; True if that is unknown."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        return False
-    return True

@@ -9,8 +9,6 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
-from nemo_rl_cpp.argument_checks import in_a_line
-
 TOKENS = "input_ids"
 LENGTHS = "input_lengths"
 
@@ -206,24 +204,13 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     """A dictionary of columns with equally many rows. Slicing, repeating and joining apply to all columns."""
 
     @classmethod
-    def from_batches(
-        cls, batches: Sequence[Mapping[str, object]], pad_value_dict: dict[str, int | float] | None = None
-    ) -> Self:
-        """Concatenate the rows of batches; the result's keys are sorted.
-
-        Tensors with more than one dimension are first padded on the right of dimension 1 to the longest, with
-        `pad_value_dict[key]` (default 0). Raise KeyError if a key is missing from a batch with rows."""
-        pad_values = pad_value_dict or {}
-        filled = [batch for batch in batches if len(batch) > 0]
+    def from_batches(cls, batches: Sequence[Mapping[str, object]]) -> Self:
+        """Concatenate the rows of batches, which have the same keys, each for tensors or for lists."""
         joined = cls()
-        for key in sorted({key for batch in filled for key in batch}):
-            values = []
-            for i, batch in enumerate(filled):
-                if key in batch:
-                    values.append(batch[key])
-                elif any(len(value) for value in batch.values()):
-                    raise KeyError(f"batch {i} of {len(filled)} has no key '{key}', which others have: {sorted(batch)}")
-            joined[key] = cls._join(key, values, pad_values.get(key, 0))
+        for key in sorted({key for batch in batches for key in batch}):
+            values = [batch[key] for batch in batches]
+            is_tensor = torch.is_tensor(values[0])
+            joined[key] = torch.cat(values) if is_tensor else [item for value in values for item in value]
         return joined
 
     def repeat_interleave(self, num_repeats: int) -> Self:
@@ -237,11 +224,8 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return type(self)(repeated)
 
     def select_indices(self, indices: list[int] | torch.Tensor) -> Self:
-        """Return the rows at `indices`: a list or tensor of row numbers, in that order, or a bool tensor [B]. Raise
-        ValueError for numbers that are not whole, and for a bool tensor of another length."""
+        """Return the rows at `indices`: a list or tensor of row numbers, in that order, or a bool tensor [B]."""
         index = torch.as_tensor(indices)
-        if (index.is_floating_point() and index.numel()) or (index.dtype == torch.bool and index.shape != (self.size,)):
-            raise ValueError(f"indices are {in_a_line(indices)}: expected row numbers, or {self.size} booleans")
         index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
         selected = {
             key: value[index] if torch.is_tensor(value) else [value[i] for i in index.tolist()]
@@ -249,28 +233,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         }
         return type(self)(selected)
 
-    def slice(self, start: int, end: int) -> Self:
-        """Return the rows [start, end). Their tensors are views of this batch's. Raise ValueError if `end` exceeds a
-        tensor's rows."""
-        for key, value in self.data.items():
-            if torch.is_tensor(value) and end > len(value):
-                raise ValueError(f"rows [{start}, {end}) were asked of '{key}', which has {len(value)} rows")
-        return type(self)({key: value[start:end] for key, value in self.data.items()})
-
     @property
     def size(self) -> int:
         """The number of rows: the length of the first key's value, or 0 without keys."""
         return len(next(iter(self.data.values()))) if self.data else 0
-
-    @classmethod
-    def _join(cls, key: str, values: list[object], pad_value: int | float) -> torch.Tensor | list[object]:
-        if all(isinstance(value, (list, tuple)) for value in values):
-            return [item for value in values for item in value]
-        if not all(torch.is_tensor(value) for value in values):
-            kinds = sorted({type(value).__name__ for value in values})
-            raise NotImplementedError(f"'{key}' holds {kinds}: only tensors join tensors, and lists lists")
-        if values[0].dim() <= 1:
-            return torch.cat(values)
-        width = max(value.shape[1] for value in values)
-        right = [(0, 0) * (value.dim() - 2) + (0, width - value.shape[1]) for value in values]
-        return torch.cat([torch.nn.functional.pad(value, pad, value=pad_value) for value, pad in zip(values, right)])

@@ -186,7 +186,7 @@ def test_stop_strings_of_the_configuration_and_stop_strings_of_a_sample_both_end
 
 def test_responses_are_limited_by_max_new_tokens_and_max_model_len():
     data = batch([[3] * 10, [3] * 4, [3] * 12])
-    out = make(max_model_len=10).generate(data.slice(0, 2))
+    out = make(max_model_len=10).generate(data.select_indices([0, 1]))
     assert out["generation_lengths"].tolist() == [0, 6] and out["truncated"].all()
     assert make(vllm_cfg={"max_model_len": 11}).generate(data)["generation_lengths"].tolist() == [1, 7, 0]
     assert make(max_new_tokens=None, max_model_len=20).generate(data)["generation_lengths"].tolist() == [10, 16, 8]

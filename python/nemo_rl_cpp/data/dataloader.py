@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.data import DataConfig, other_rows
 from nemo_rl_cpp.data.interfaces import DatumSpec, Indexed
 from nemo_rl_cpp.data.random_order import permutation
@@ -43,10 +42,6 @@ class StatefulDataLoader:
         collate_fn: Callable[[list[DatumSpec]], BatchedDataDict] = rl_collate_fn, drop_last: bool = False, seed: int = 42,
         num_workers: int = 0,
     ):  # fmt: skip
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if len(dataset) == 0:
-            raise ValueError("the data set is empty")
         self.dataset, self.batch_size, self.shuffle = dataset, batch_size, shuffle
         self.collate_fn, self.drop_last, self.seed, self.num_workers = collate_fn, drop_last, seed, num_workers
         self.epoch = 0  # the number of epochs that were finished or abandoned before the current one
@@ -108,11 +103,6 @@ class StatefulDataLoader:
         futures: list[Future[DatumSpec]] = [self._pool.submit(self.dataset.__getitem__, i) for i in chunk]
         return lambda: [future.result() for future in futures]
 
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
-
 
 class MultipleDataloaderWrapper(Iterator[BatchedDataDict]):
     """A loader that combines one loader per task. For each step it takes batches of `data.num_prompts_per_dataloader`
@@ -123,14 +113,13 @@ class MultipleDataloaderWrapper(Iterator[BatchedDataDict]):
     that chooses the prompts instead. State inside the function is not saved."""
 
     def __init__(
-        self, expected_num_prompts: int, data_config: DataConfig | Mapping[str, object], dataloaders: Mapping[str, StatefulDataLoader]
-    ):  # fmt: skip
+        self, expected_num_prompts: int, data_config: DataConfig, dataloaders: Mapping[str, StatefulDataLoader]
+    ):
         self.expected_num_prompts = expected_num_prompts
-        self.data_config = data_config
         self.dataloaders = dict(dataloaders)
         self.data_iterators = {name: iter(loader) for name, loader in dataloaders.items()}
         self._turn = 0
-        path = as_model(data_config, DataConfig, "data").custom_dataloader
+        path = data_config.custom_dataloader
         self._custom = import_object(path, "data.custom_dataloader") if path else None
 
     def __next__(self) -> BatchedDataDict:
@@ -185,7 +174,4 @@ def save_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWra
 def load_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWrapper, checkpoint: Path) -> None:
     """Restore the loader's position in the data from a checkpoint folder. Raise FileNotFoundError if the checkpoint has
     none, and ValueError if the number of rows, the seed or `shuffle` has changed."""
-    file = checkpoint / "train_dataloader.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"the checkpoint {checkpoint} holds no position in the data ({file.name}) to resume")
-    dataloader.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
+    dataloader.load_state_dict(json.loads((checkpoint / "train_dataloader.json").read_text(encoding="utf-8")))

@@ -30,17 +30,10 @@ if TYPE_CHECKING:
 
 
 class ListDataset:
-    """A list of rows, indexed by row number or column name. `map` and `select` return a new data set."""
+    """A list of rows, indexed by row number. `map` and `select` return a new data set."""
 
     def __init__(self, rows: Iterable[Mapping[str, object]]):
         self._rows: list[Row] = [dict(row) for row in rows]
-
-    @classmethod
-    def from_dict(cls, columns: Mapping[str, Sequence[object]]) -> ListDataset:
-        lengths = {name: len(values) for name, values in columns.items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"columns differ in length: {lengths}")
-        return cls(dict(zip(columns, values)) for values in zip(*columns.values()))
 
     @property
     def column_names(self) -> list[str]:
@@ -52,16 +45,8 @@ class ListDataset:
     def __iter__(self) -> Iterator[Row]:
         return iter(dict(row) for row in self._rows)
 
-    def __repr__(self) -> str:
-        return f"ListDataset({len(self)} rows, columns {self.column_names})"
-
-    def __getitem__(self, key: int | str) -> Row | list[object]:
-        """Return a row, or the values of a column. Raise KeyError for an unknown column."""
-        if isinstance(key, str):
-            if key not in self.column_names:
-                raise KeyError(f"the data set has no column {key!r}; it has {self.column_names}")
-            return [row.get(key) for row in self._rows]
-        return dict(self._rows[key])
+    def __getitem__(self, index: int) -> Row:
+        return dict(self._rows[index])
 
     def select(self, indices: Iterable[int]) -> ListDataset:
         return ListDataset(self._rows[i] for i in indices)
@@ -149,7 +134,7 @@ def _from_json(text: str, where: str) -> object:
 
 
 def _json_rows(path: Path) -> list[Row]:
-    """Return the rows of a JSON Lines file, or of a JSON file with a list of objects or an object of columns."""
+    """Return the rows of a JSON Lines file, or of a JSON file with a list of objects or one object."""
     text = _text(path)
     try:
         whole = _from_json(text, f"data: {path}")
@@ -157,11 +142,6 @@ def _json_rows(path: Path) -> list[Row]:
         whole = None
     if isinstance(whole, list):
         rows = whole
-    elif path.suffix.lower() == ".json" and _are_columns(whole):
-        try:
-            return list(ListDataset.from_dict(whole))
-        except ValueError as error:
-            raise ValueError(f"data: {path}: {error}") from None
     elif isinstance(whole, dict):
         rows = [whole]
     else:
@@ -179,14 +159,6 @@ def _json_lines(path: Path, text: str) -> Iterable[object]:
                 yield _from_json(line, f"{path}:{number}")
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}:{number}: not a JSON object: {error}") from error
-
-
-def _are_columns(whole: object) -> bool:
-    """Return whether a JSON object maps column names to lists of values, rather than being a row with messages."""
-    if not isinstance(whole, dict) or not whole or not all(isinstance(values, list) for values in whole.values()):
-        return False
-    firsts = [values[0] for values in whole.values() if values]
-    return not any(isinstance(first, dict) and {"role", "from"} & first.keys() for first in firsts)
 
 
 def _csv_rows(path: Path) -> list[Row]:

@@ -128,15 +128,11 @@ def check_environments(config: WholeConfig) -> Iterator[Finding]:
                 import_object(name, what)
             except LoadingError as error:
                 yield Finding("error", key, f"cannot be used: {error}")
-    scored = training and config.algorithm != "sft"
-    for key, section in sections if scored else ():
+    for key, section in sections if training and config.algorithm != "sft" else ():
         if section.get("env_name") is None:
             yield Finding("error", f"{key}.env_name", "is missing: name the section of env that scores the responses")
     for name in dict.fromkeys(section.get("env_name") for _, section in sections):
         if name is None or name not in config.env:
-            continue
-        if scored and config.env[name] is None:
-            yield Finding("error", f"env.{name}", "is null: write {} for an environment with its defaults")
             continue
         try:
             if name == "reward_functions":

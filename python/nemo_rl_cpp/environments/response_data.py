@@ -8,13 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
-from nemo_rl_cpp.config.access import as_written
-from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.data import DataConfig, plain_sections
 from nemo_rl_cpp.data.conversation import row_at, text_of
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, RawDataset, load_response_dataset, merge_datasets
-from nemo_rl_cpp.data.datasets.files import extract_necessary_env_names
-from nemo_rl_cpp.data.datasets.response_datasets import check_dataset_config
 from nemo_rl_cpp.data.interfaces import Indexed, Row, TaskDataSpec, TokenizerType
 from nemo_rl_cpp.data.interfaces import TaskDataPreProcessFnCallable as Preprocessor
 from nemo_rl_cpp.data.interfaces import TaskDataProcessFnCallable as Processor
@@ -239,25 +235,6 @@ class _Tasks:
         return AllTaskProcessedDataset(merged, tokenizer, None, self.processors, self.preprocessors, longest)
 
 
-def _checked_sections(config: Settings, env_configs: Settings | None) -> list[tuple[str, Settings]]:
-    """Return (key, section) of each single data set in `config`, the section `data`. Raise ValueError if one is
-    invalid, or if `env_configs`, the section `env`, is given and does not have its environment."""
-    if config.get("train") is None:
-        raise ValueError(
-            "the data section lacks `train`: data.train.dataset_name names the training data, and "
-            "data.validation that for validation"
-        )
-    sections = plain_sections(config)
-    for where, section in sections:
-        check_dataset_config(section)
-        env_name = section.get("env_name")
-        if env_configs is not None and env_name is None:
-            raise ValueError(f"{where} lacks env_name (or data.default.env_name): which environment scores it?")
-        if env_configs is not None and env_configs.get(env_name) is None:
-            raise ValueError(f"{where}.env_name is {env_name!r}, but there is no section env.{env_name}")
-    return sections
-
-
 @dataclass
 class RunData:
     """The data sets and environments of a run."""
@@ -268,21 +245,22 @@ class RunData:
 
 
 def load_response_data(
-    tokenizer: TokenizerType, data_config: DataConfig | Settings, env_configs: Settings | None = None,
+    tokenizer: TokenizerType, data_config: DataConfig, env_configs: Settings | None = None,
     max_total_sequence_length: int | None = None, actors: ActorSettings | None = None,
 ) -> RunData:  # fmt: skip
     """Load the data sets of a run and, if `env_configs` (the section `env`) is given, make its environments, in Ray
     actors if `actors` is given. Warn of prompts that are too long and of ground truths that no response can match;
     raise ValueError if this is so in all rows."""
-    config = as_written(data_config)
-    sections = _checked_sections(config, env_configs)
-    max_length = as_model(config, DataConfig, "data").max_input_seq_length or max_total_sequence_length
+    sections = plain_sections(data_config)
+    max_length = data_config.max_input_seq_length or max_total_sequence_length
     limits = Limits(max_length, max_total_sequence_length)
     environments: dict[str, Environment] = {}
     try:
         # environments start processes, which is safe only before threads exist
-        for name in extract_necessary_env_names(config) if env_configs is not None else ():
-            if env_configs.get(name) is not None:  # a default that no section uses may have no entry
+        for where, section in sections if env_configs is not None else ():
+            if (name := section.get("env_name")) is None:
+                raise ValueError(f"{where}.env_name is missing: name the section of env that scores the responses")
+            if name not in environments:
                 environments[name] = create_env(name, env_configs[name], actors)
         tasks = {"train": _Tasks(), "validation": _Tasks()}
         for where, section in sections:
@@ -302,7 +280,7 @@ def load_response_data(
     train_rows, val_rows = ([rows for each in side.datasets.values() for rows in each] for side in (train, val))
     dataset: Datasets = (
         {name: train.processed(rows, tokenizer, max_length) for name, rows in train.datasets.items()}
-        if config.get("use_multiple_dataloader")
+        if data_config.use_multiple_dataloader
         else train.processed(train_rows, tokenizer, max_length)
     )
     val_dataset = val.processed(val_rows, tokenizer, max_length) if val_rows else None

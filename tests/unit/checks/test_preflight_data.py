@@ -4,6 +4,7 @@ import pytest
 from nemo_rl_cpp import errors
 from nemo_rl_cpp.checks import data
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config
+from nemo_rl_cpp.config.data import DataConfig, DatasetConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.environments.response_data import Limits, inspect_rows, load_response_data
 
@@ -91,7 +92,6 @@ def test_preflight_check_reports_problems_of_the_rows_and_nothing_else(found, ca
      ("data.train.num_digits=null", "data.train", "num_digits must be an integer, not null"),
      ("+data.train.split=3", "data.train", "split must be a text, not 3"),
      ("data.default.env_name=null data.validation=null", "data.train.env_name", "is missing: name the section of env"),
-     ("env.reverse_digits=null", "env.reverse_digits", "is null: write {}"),
      ("data.use_multiple_dataloader=true data.custom_dataloader=no_module.function", "data.custom_dataloader", "no module no_module")],
 )  # fmt: skip
 def test_invalid_data_and_environment_keys_are_reported_before_the_run(overrides, key, words):
@@ -230,16 +230,16 @@ def section_of(tmp_path, pairs):
 
 
 def test_run_warns_once_about_truncated_prompts_and_fails_if_all_prompts_are_truncated(tmp_path, tiny, capsys):
-    config = {"max_input_seq_length": 10, "train": section_of(tmp_path, [("1" * 10, "1"), ("1", "1")])}
+    config = DataConfig(max_input_seq_length=10, train=section_of(tmp_path, [("1" * 10, "1"), ("1", "1")]))
     for _ in range(2):
         train = load_response_data(tiny, config).train
     said = capsys.readouterr().err
     assert said.count("warning: data.train 1 of 2 prompts reach 10 tokens (data.max_input_seq_length)") == 1
     assert [train[i]["loss_multiplier"] for i in range(2)] == [0.0, 1.0]
-    config["train"] = [section_of(tmp_path, [("1" * 10, "1"), ("1" * 12, "1")])]
+    config.train = [DatasetConfig(**section_of(tmp_path, [("1" * 10, "1"), ("1" * 12, "1")]))]
     with pytest.raises(ValueError, match=r"data\.train\.0 2 of 2 prompts reach 10 tokens"):
         load_response_data(tiny, config)
-    config = {"train": section_of(tmp_path, [("1" * 10, "1")])}
+    config = DataConfig(train=section_of(tmp_path, [("1" * 10, "1")]))
     with pytest.raises(ValueError, match=r"1 of 1 prompts reach 8 tokens \(policy.max_total_sequence_length\)"):
         load_response_data(tiny, config, max_total_sequence_length=8)
 
@@ -251,7 +251,7 @@ def test_run_does_not_repeat_warnings_of_the_preflight_check(tmp_path, tiny, cap
     raw = load_response_dataset(section)
     for remark in inspect_rows(raw, raw.dataset, tiny, Limits(10), "data.train"):
         errors.note_as_said(str(remark))
-    load_response_data(tiny, {"max_input_seq_length": 10, "train": section})
+    load_response_data(tiny, DataConfig(max_input_seq_length=10, train=section))
     assert capsys.readouterr().err == ""
 
 
@@ -267,8 +267,9 @@ def test_preflight_check_reports_a_row_whose_task_name_has_no_data_processor(tmp
     (tmp_path / "d.jsonl").write_text(
         json.dumps({"messages": [{"role": "user", "content": "1"}], "output": "2", "task_name": "mine"}) + "\n"
     )
+    section = {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "d.jsonl")}
     with pytest.raises(ValueError, match=r"data\.train row 1: its task_name 'mine' has no processor"):
-        load_response_data(tiny, {"train": {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "d.jsonl")}})
+        load_response_data(tiny, DataConfig(train=section))
 
 
 def test_preflight_check_does_not_run_a_custom_data_processor(tmp_path, tiny):

@@ -79,10 +79,7 @@ def test_load_response_dataset_sets_the_configured_processor_and_prompts(tmp_pat
 
 
 @pytest.mark.parametrize("config, message", [
-    ({"dataset_name": "OpenMathInstruct2"}, "did you mean OpenMathInstruct-2"),
-    ({"dataset_name": "arithmetic", "max_numbr": 9}, "did you mean max_number"),
     ({"dataset_name": "no.such.module.Class"}, "cannot be imported: there is no module no"),
-    ({"data_path": "x.jsonl"}, "lacks dataset_name"),
     ({"dataset_name": "arithmetic", "processor": "none"}, "register_processor"),
     ({"dataset_name": "arithmetic", "processor": "no.such"}, "processor 'no.such' cannot be imported"),
     ({"dataset_name": "arithmetic", "split": "test"}, "split must be"),
@@ -128,15 +125,14 @@ def test_load_eval_dataset_returns_the_held_out_split(tmp_path):
 
 
 def test_list_dataset_supports_select_and_map_and_returns_copies_of_rows():
-    data = ListDataset.from_dict({"a": [1, 2, 3], "b": "xyz"})
-    assert (len(data), data[-1], data["a"], data.column_names) == (3, {"a": 3, "b": "z"}, [1, 2, 3], ["a", "b"])
+    data = ListDataset({"a": number, "b": letter} for number, letter in zip((1, 2, 3), "xyz"))
+    assert (len(data), data[-1], data.column_names) == (3, {"a": 3, "b": "z"}, ["a", "b"])
     data[0]["a"] = 99
     assert data[0]["a"] == 1, "a row is a copy"
     assert data.select([2])[0]["b"] == "z"
     assert data.map(lambda row: {"c": row["a"] * 2}, remove_columns=["a"])[0] == {"b": "x", "c": 2}
-    for wrong in (lambda: data["none"], lambda: data[3]):
-        with pytest.raises((KeyError, IndexError)):
-            wrong()
+    with pytest.raises(IndexError):
+        data[3]
 
 
 def test_merge_datasets_concatenates_this_packages_and_hugging_face_data_sets():

@@ -13,7 +13,6 @@ import asyncio
 import contextvars
 import ctypes
 import inspect
-import locale
 import os
 import sys
 import threading
@@ -256,26 +255,18 @@ def _outside_event_loop() -> Iterator[None]:
 class _ProcessState(AbstractContextManager):
     """The process state that user code may change, recorded at construction and restored on exit.
 
-    It covers the working directory, the locale, closed output streams, the handlers of the signals that end a run, and
-    torch's default dtype and device, gradient mode, thread count, deterministic mode and precision of float32 matrix
-    products. Random generators are not restored, because all sampling in a run uses separate generators. Neither are
+    It covers the working directory, the handlers of the signals that end a run, and torch's default dtype and device,
+    gradient mode, thread count, deterministic mode and precision of float32 matrix products. Random generators are not restored, because all sampling in a run uses separate generators. Neither are
     environment variables, which user code sets once for its later calls, and which the package reads when a run starts.
     """
 
     def __init__(self) -> None:
         self._folder, self._torch = _folder(), _torch_state()
-        self._locale = locale.setlocale(locale.LC_ALL)
-        self._streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
 
     def __exit__(self, *exc: object) -> None:
         if self._folder is not None and _folder() != self._folder:
             with suppress(OSError):  # the folder was deleted
                 os.chdir(self._folder)
-        if locale.setlocale(locale.LC_ALL) != self._locale:  # chat templates print dates with names of months
-            locale.setlocale(locale.LC_ALL, self._locale)
-        for name, stream in self._streams.items():  # user code had replaced it, and raised before it put it back
-            if (now := getattr(sys, name)) is None or getattr(now, "closed", False):
-                setattr(sys, name, stream)
         now = _torch_state()
         for names, value in self._torch.items():
             if now.get(names) != value:

@@ -145,13 +145,7 @@ def create_env(
 ) -> EnvironmentInterface:
     """Make an environment from its section `env.<env_name>`, with `actors` in a Ray actor, and return a handle (see
     `EnvironmentInterface.remote`). Raise ValueError for an unknown name or a class without the interface."""
-    environment = environment_class(env_name)
-    try:
-        settings = dict(env_config or {})
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"env.{env_name} must be a section (lines of key: value), not {in_a_line(env_config)}"
-        ) from None
+    environment, settings = environment_class(env_name), dict(env_config or {})
     with user_code(f"making the environment {env_name}"):
         if actors is not None and inspect.isclass(environment) and issubclass(environment, Remotable):
             return ray_environment(environment, (settings,), {}, actors)

@@ -232,13 +232,8 @@ class Remotable:
 
     @classmethod
     def options(cls, **options: object) -> SimpleNamespace:
-        """Return an object with a method `remote` like that of this class, which makes the actor with Ray's `options`.
-        Raise ValueError if the options request GPUs and Ray is not in use."""
-        if options.get("num_gpus") and ray_in_use() is None:
-            raise ValueError(
-                f"{cls.__name__}.options(num_gpus={options['num_gpus']}): environments of this process run without GPUs; start Ray "
-                "(ray.init) for environments with GPUs of their own"
-            )
+        """Return an object with a method `remote` like that of this class, which makes the actor with Ray's
+        `options`."""
 
         def remote(*args: object, **kwargs: object) -> LocalActor | RayEnvironment:
             if ray_in_use() is None:

@@ -109,21 +109,18 @@ class VerifierPool:
     def __init__(self, verifier: type, cfg: VerifierPoolConfig, warm_up: Mapping[str, object] | None = None) -> None:
         """Start `cfg.num_workers` processes, but at most one per core, or two on a single core. Each calls the
         verifier's method `warm_up` with the arguments `warm_up`."""
-        if verifier.__module__ == "__main__" or "<locals>" in verifier.__qualname__:
-            raise ValueError(f"the verifier {verifier.__qualname__} must be importable in workers: put it in a module")
         self._target = f"{verifier.__module__}:{verifier.__qualname__}"
         self._shortcut = getattr(verifier, "shortcut", None)
         self.cfg = cfg
         self._options = {"memory_mb": cfg.verifier_memory_mb, "warm_up": warm_up or {}}
         self._lock = threading.Lock()
-        self._closed = False
         size = min(cfg.num_workers, max(2, os.cpu_count() or 1))
         self._workers = [WorkerProcess(self._target, self._options) for _ in range(size)]
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
 
     def verify(self, responses: list[str], ground_truths: Sequence[object], **kwargs: object) -> Verdicts:
-        """Score every response against its ground truth. `kwargs` are passed to the verifier. Raise RuntimeError after
-        `shutdown`, or if workers cannot start, and ValueError if the verifier is used incorrectly."""
+        """Score every response against its ground truth. `kwargs` are passed to the verifier. Raise RuntimeError if
+        workers cannot start, and ValueError if the verifier is used incorrectly."""
         verdicts = Verdicts([0.0] * len(responses), [None] * len(responses))
         waiting: deque[int] = deque()
         for i, (response, truth) in enumerate(zip(responses, ground_truths)):
@@ -136,8 +133,6 @@ class VerifierPool:
         if not waiting:
             return verdicts
         with self._lock:
-            if self._closed:
-                raise RuntimeError("the verifier pool has been shut down")
             replies: dict[int, Reply | str] = {}
 
             def work(place: int) -> None:
@@ -185,7 +180,6 @@ class VerifierPool:
     def shutdown(self) -> None:
         """Kill all workers. Further calls do nothing."""
         with self._lock:
-            self._closed = True
             self._finalizer()
 
     def _replace(self, place: int) -> None:

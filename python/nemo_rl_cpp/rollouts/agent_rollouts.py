@@ -44,9 +44,7 @@ def run_agent_rollouts(
     The returned message logs hold the prompts that the agent sent and the engine's responses; other keys are those of
     `run_multi_turn_rollout`. `mask_sample` marks rollouts that are not trained on: those that failed, sent no request,
     or have a result that says so. Only the longest conversation of a rollout is trained on; `agent_calls_left_out`
-    counts the other calls. Raise RuntimeError if every rollout failed, ValueError if the policy has no server."""
-    if not hasattr(policy, "begin_rollout"):
-        raise ValueError("the agent calls the policy over HTTP: set policy.generation.expose_http_server=true")
+    counts the other calls. Raise RuntimeError if every rollout failed."""
     batch, address = batch.copy(), policy.address
     keys: list[str] = []
     try:

@@ -172,5 +172,3 @@ def test_invalid_math_environment_settings_are_errors():
         MathEnvironment.remote({"num_workers": 1, "math_verify_impl": "mine"})
     with pytest.raises(ValueError, match="num_workers"):
         MathEnvironment({"num_workers": 0})
-    with pytest.raises(ValueError, match="GPUs"):
-        MathEnvironment.options(num_gpus=1)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from nemo_rl_cpp.config.access import as_number, to_json, written
-from nemo_rl_cpp.config.base import Settings, as_model
+from nemo_rl_cpp.config.base import Settings
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
 from nemo_rl_cpp.files import durable
 from nemo_rl_cpp.files.folder_lock import LOCK, FolderError, FolderLock, make_folder
@@ -64,11 +64,7 @@ class CheckpointManager:
         owed: whether a due checkpoint could not be saved because the disk was full.
         facts: entries to add to the manifest of every checkpoint, in addition to step and time."""
 
-    def __init__(self, config: CheckpointingConfig | Mapping[str, object]) -> None:
-        """Read the section `checkpointing`, or some of its keys. Raise ValueError without `checkpoint_dir`."""
-        if isinstance(config, Mapping):
-            config = {"checkpoint_dir": "", "metric_name": None, "save_period": 1, "keep_top_k": None} | config
-        config = as_model(config, CheckpointingConfig, "checkpointing")
+    def __init__(self, config: CheckpointingConfig) -> None:
         self.config = config
         self.enabled, self.metric_name, self.save_period = config.enabled, config.metric_name, config.save_period
         self.save_optimizer = config.save_optimizer

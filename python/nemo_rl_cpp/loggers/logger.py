@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from nemo_rl_cpp.config.access import as_number, to_json, to_plain, written
-from nemo_rl_cpp.config.base import Settings, as_model
+from nemo_rl_cpp.config.base import Settings
 from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, GPUMonitoringConfig, LoggerConfig
 from nemo_rl_cpp.files.durable import disk_trouble, json_rows
 from nemo_rl_cpp.files.folder_lock import FolderLock
@@ -23,14 +23,8 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
     """The logger of a run: metrics.jsonl, TensorBoard events (unless `tensorboard_enabled` is false), and trackers. A
     failing tracker or a full disk gives one warning; other errors end the run."""
 
-    def __init__(self, cfg: LoggerConfig | Mapping[str, object]) -> None:
-        """Create the folder and the backends. Raise ValueError for an unknown key or if a tracker's package is
-        missing."""
-        if isinstance(cfg, Mapping):
-            cfg = {"monitor_gpus": False} | cfg
-        section = as_model(cfg, LoggerConfig, "logger")
-        if isinstance(cfg, Mapping) and "log_dir" not in cfg:
-            raise ValueError("logger.log_dir is missing: give the folder for the logs of the run")
+    def __init__(self, section: LoggerConfig) -> None:
+        """Create the folder and the backends. Raise ValueError if a tracker's package is missing."""
         self.log_dir = Path(section.log_dir).absolute()  # the user's code may change the working directory
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.loggers: list[LoggerInterface] = []
@@ -82,13 +76,10 @@ class Logger(LoggerInterface, AbstractContextManager["Logger"]):
         self._each(lambda logger: logger.log_histogram(histogram, step, name))
 
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, object], filename: str) -> None:
-        """Write a file in the log folder with one line per sample, with its index `idx`. Raise ValueError unless every
-        value has one entry per sample. If the disk is full, warn and write nothing."""
+        """Write a file in the log folder with one line per sample, with its index `idx`. Every value has one entry per
+        sample. If the disk is full, warn and write nothing."""
         columns = {key: value if isinstance(value, list) else to_plain(value) for key, value in to_log.items()}
-        lengths = {key: len(value) for key, value in columns.items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"{filename}: every column needs one entry a sample, but their lengths are {lengths}")
-        count = next(iter(lengths.values()), 0)
+        count = len(next(iter(columns.values()), ()))
         path = self.log_dir / filename
         temporary = path.with_name(f".{path.name}.tmp")
         lines = (_json_line({key: value[i] for key, value in columns.items()} | {"idx": i}) for i in range(count))

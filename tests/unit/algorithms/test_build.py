@@ -4,6 +4,7 @@ from nemo_rl_cpp.algorithms import build, parts
 from nemo_rl_cpp.algorithms.checkpointing import Resume
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.logger import LoggerConfig
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.loggers.logger import Logger
@@ -31,7 +32,7 @@ def test_learning_rate_decay_ends_at_the_last_planned_optimizer_step_of_the_poli
         [f"ppo.max_num_steps={steps}", f"ppo.max_num_epochs={epochs}", f"ppo.policy_training_start_step={warmup}", "ppo.ppo_epochs=3"],
     )  # fmt: skip
     loader = StatefulDataLoader(list(range(10)), 2)
-    several = MultipleDataloaderWrapper(2, {}, {"a": loader})
+    several = MultipleDataloaderWrapper(2, config.data, {"a": loader})
     assert parts.planned_steps(config.ppo, loader) == whole and parts.planned_steps(config.ppo, several) == steps
     made = parts.make_policy(config, None, Resume(None, TrainState()), None, whole, lambda **given: given)
     assert made["total_steps"] == of_policy
@@ -49,7 +50,7 @@ def test_log_and_checkpoint_folders_are_unlocked_if_the_setup_of_a_run_fails(tmp
             tiny.make(tmp_path, *options, config="ppo_tiny.yaml")
     failed = next((tmp_path / "logs").glob("exp_*"), None)
     if failed is not None:  # the logs of the run that failed may be used at once
-        logger = Logger({"log_dir": str(failed)})
+        logger = Logger(LoggerConfig(log_dir=str(failed)))
         logger.claim()
         logger.finish()
     tiny.make(tmp_path, *options, config="ppo_tiny.yaml").close()

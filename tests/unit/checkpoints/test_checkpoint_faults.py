@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
+from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
 from nemo_rl_cpp.files.durable import folder_problem
 
 CALLS = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "open", "write")
@@ -20,7 +21,8 @@ KILLED = 77
 
 
 def manager_at(root, **config):
-    return CheckpointManager({"checkpoint_dir": str(root), "save_period": 1, "keep_top_k": 1, **config})
+    defaults = {"checkpoint_dir": str(root), "metric_name": None, "save_period": 1, "keep_top_k": 1}
+    return CheckpointManager(CheckpointingConfig(**defaults | config))
 
 
 def save(manager, step, mark):

@@ -5,6 +5,7 @@ import pytest
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.checks import folders, preflight
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
 from nemo_rl_cpp.files.folder_lock import FolderLock
 from nemo_rl_cpp.models.memory import checkpoint_bytes
 
@@ -31,7 +32,7 @@ def warnings_of(config):
 
 
 def save(folder, step):
-    with CheckpointManager({"checkpoint_dir": str(folder), "keep_top_k": None}).saving(step, {"total_steps": step}):
+    with CheckpointManager(CheckpointingConfig(checkpoint_dir=str(folder))).saving(step, {"total_steps": step}):
         pass
 
 

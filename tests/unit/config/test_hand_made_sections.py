@@ -1,8 +1,6 @@
 import pytest
-from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.environments.math_environment import MathEnvironment
-from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 
 
@@ -15,15 +13,9 @@ def generation(section):
 
 
 @pytest.mark.parametrize(("make", "section", "said"), [
-    (Logger, {"log_dirs": "x"}, "logger.log_dirs is unknown; did you mean log_dir?"),
-    (Logger, {"log_dir": "x", "wandb_enable": True}, "logger.wandb_enable is unknown; did you mean wandb_enabled?"),
-    (Logger, {"log_dir": "x", "wandb": {"projct": "p"}}, "logger.wandb.projct is unknown; did you mean project?"),
-    (Logger, {"log_dir": "x", 3: 4}, "logger the keys of a mapping must be texts, not int (3)"),
-    (CheckpointManager, {"checkpoint_dir": "x", "save_perod": 5}, "checkpointing.save_perod is unknown; did you mean save_period?"),
-    (CheckpointManager, {"checkpoint_dir": "x", "keep_topk": 5}, "checkpointing.keep_topk is unknown; did you mean keep_top_k?"),
+    (MathEnvironment, {"num_workers": 1, 3: 4}, "env.math the keys of a mapping must be texts, not int (3)"),
     (MathEnvironment, {"num_workers": 1, "bogus": 2}, "env.math.bogus is unknown; the section knows math_verify_impl, "),
     (reverse_digits, {"bogus": 2}, "env.reverse_digits.bogus is unknown; the section takes no keys"),
-    (reverse_digits, 3, "env.reverse_digits must be a section (lines of key: value), not 3"),
     (generation, {"max_tokens": 5}, "policy.generation.max_tokens is unknown"),
     (generation, {"temprature": 5}, "policy.generation.temprature is unknown; did you mean temperature?"),
     (generation, {"vllm_cfg": {"max_model_length": 5}}, "policy.generation.vllm_cfg.max_model_length is unknown; did you mean max_model_len?"),

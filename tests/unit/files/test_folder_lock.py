@@ -9,12 +9,15 @@ import sys
 
 import pytest
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
+from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
 from nemo_rl_cpp.files.folder_lock import FolderError, FolderInUseError, FolderLock, holder_of
 
 KEY = "checkpointing.checkpoint_dir"
 HOLD = (
     "import sys, pathlib\nfrom nemo_rl_cpp.checkpoints.manager import CheckpointManager\n"
-    "manager = CheckpointManager({'checkpoint_dir': sys.argv[1]})\nmanager.claim()\nprint('in', flush=True)\nsys.stdin.read()\n"
+    "from nemo_rl_cpp.config.checkpointing import CheckpointingConfig\n"
+    "manager = CheckpointManager(CheckpointingConfig(checkpoint_dir=sys.argv[1]))\n"
+    "manager.claim()\nprint('in', flush=True)\nsys.stdin.read()\n"
 )
 
 
@@ -31,7 +34,7 @@ def other(tmp_path):
 
 
 def claim(folder):
-    manager = CheckpointManager({"checkpoint_dir": str(folder)})
+    manager = CheckpointManager(CheckpointingConfig(checkpoint_dir=str(folder)))
     manager.claim()
     return manager
 

@@ -14,7 +14,7 @@ from nemo_rl_cpp.metrics.memory import RayGpuMonitorLogger, _host_metrics, parse
 
 
 def config(tmp_path, **extra):
-    return {"log_dir": str(tmp_path), "tensorboard_enabled": False, **extra}
+    return LoggerConfig(**{"log_dir": str(tmp_path), "tensorboard_enabled": False, "monitor_gpus": False, **extra})
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import math
 import random
 
+from nemo_rl_cpp.config.logger import LoggerConfig
 from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.report.history import MetricHistory
 
@@ -25,7 +26,7 @@ def history_of(**metrics):
 def write_run(log_dir, steps=60, seed=0, tensorboard=False):
     """Log `steps` steps into `log_dir`."""
     rng = random.Random(seed)
-    logger = Logger({"log_dir": str(log_dir), "tensorboard_enabled": tensorboard})
+    logger = Logger(LoggerConfig(log_dir=str(log_dir), tensorboard_enabled=tensorboard))
     logger.log_hyperparams(CONFIG)
     for step in range(1, steps + 1):
         log_step(logger, step, rng)

@@ -183,8 +183,8 @@ def test_report_command_recreates_the_report_from_the_log_folder(run, capsys):
 @pytest.mark.slow
 def test_report_file_stays_complete_if_the_run_is_killed_at_any_time(tmp_path):
     program = (
-        "import sys\nfrom nemo_rl_cpp.loggers.logger import Logger\nfrom nemo_rl_cpp.report import ReportWriter\n"
-        "logger = Logger({'log_dir': sys.argv[1], 'tensorboard_enabled': False})\n"
+        "import sys\nfrom nemo_rl_cpp.config.logger import LoggerConfig\nfrom nemo_rl_cpp.loggers.logger import Logger\nfrom nemo_rl_cpp.report import ReportWriter\n"
+        "logger = Logger(LoggerConfig(log_dir=sys.argv[1], tensorboard_enabled=False))\n"
         "writer = ReportWriter(sys.argv[1])\nstep = 0\n"
         "while True:\n"
         "    step += 1\n"

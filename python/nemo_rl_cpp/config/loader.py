@@ -197,7 +197,8 @@ def _load(
 ) -> Master:
     given = GivenValues(values or {}, places or {}, model)
     file = find_config(path)
-    every = [*additions(_texts(overrides), model), *given.overrides]
+    overrides = [overrides] if isinstance(overrides, str) else list(overrides)
+    every = [*additions(overrides, model), *given.overrides]
     try:
         aliases, known = list(model.aliases()), set(model.known_keys())
         data, positions, problems = _config.load(str(file), every, aliases, known, parent_folders())
@@ -261,16 +262,6 @@ def _without_consequences(
         return False
 
     return [problem for problem in problems if not follows(problem.key)]
-
-
-def _texts(overrides: Sequence[str]) -> list[str]:
-    texts = [overrides] if isinstance(overrides, str) else list(overrides)
-    wrong = next((text for text in texts if not isinstance(text, str)), None)
-    if wrong is not None:
-        kind = type(wrong).__name__
-        said = f"an override is a text such as 'grpo.seed=1', not {kind}; Python values go into `values`"
-        raise ConfigError([Problem("", "", said)])
-    return texts
 
 
 def _not_given(data: object, prefix: str) -> list[str]:

@@ -179,16 +179,9 @@ def create_weight_synchronizer(
 
     If `colocated`, policy and engine share the weights. Otherwise the engine has a separate copy (`DistributedPolicy`
     and `DedicatedGeneration`), and `version` returns the version number of the policy's weights. A `VllmGeneration`
-    always has a separate copy.
-
-    Raise ValueError if no synchronizer supports this policy with this engine."""
+    always has a separate copy."""
     if isinstance(generation, VllmGeneration):
         return SharedMemoryWeights(policy, generation, version)
     if colocated:
         return SharedWeights(policy, generation)
-    if not isinstance(policy, DistributedPolicy) or not isinstance(generation, DedicatedGeneration):
-        raise ValueError(
-            "policy.generation.colocated.enabled=false needs a policy and engines in workers of their own (cluster.executor processes or "
-            f"ray), not {type(policy).__name__} and {type(generation).__name__}"
-        )
     return CollectiveWeights(policy, generation, version)

@@ -16,7 +16,6 @@ The module also uploads checkpoints to the Hub."""
 
 from __future__ import annotations
 
-import pickle
 import shutil
 import time
 from collections.abc import Iterable, Mapping
@@ -24,10 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from nemo_rl_cpp.algorithms.collector import RolloutCollector
-from nemo_rl_cpp.algorithms.dynamic_sampling import SamplerState
 from nemo_rl_cpp.algorithms.hooks import StepResult, Terminal
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import Validator
@@ -68,7 +64,8 @@ class Resume(NamedTuple):
         ahead. Drop groups that the sampler cannot use, with a note."""
         if self.path is None:
             return
-        if (kept := _kept_groups(self.path)) is not None:
+        if (self.path / SAMPLER_STATE).with_suffix(".json").is_file():
+            kept = read_state(self.path / SAMPLER_STATE)
             if kept["cache"] is not None and not collector.sampler.takes(kept["cache"]):
                 print(
                     "Dropped the prompt groups that the checkpoint kept for the next step, because the settings of dynamic sampling changed."
@@ -77,22 +74,6 @@ class Resume(NamedTuple):
                 collector.sampler.load_state_dict(kept)
         if (self.path / READY_BATCHES).with_suffix(".json").is_file():
             collector.load_state_dict(read_state(self.path / READY_BATCHES))
-
-
-def _kept_groups(checkpoint: Path) -> SamplerState | None:
-    file = checkpoint / SAMPLER_STATE
-    if file.with_suffix(".json").is_file():
-        return read_state(file)
-    pickled = file.with_suffix(".pt")
-    if not pickled.is_file():
-        return None
-    try:
-        return torch.load(pickled, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ResumeError(
-            f"{pickled} holds more than plain data, which could run code, so it is not read: move it away to sample the prompt groups "
-            "that it keeps for the next step anew"
-        ) from error
 
 
 def find_resume(checkpoints: CheckpointManager) -> Resume:
@@ -315,7 +296,7 @@ def announce(resume: Resume, config: TrainMasterConfig) -> None:
         if limit is not None and done >= limit:
             key = f"{section}.max_num_{unit}"
             print(
-                f"{folders.short(resume.path)} has {done} {unit}, and {key} is {limit}: nothing is left to train. Raise {key} to "
+                f"{short_path(resume.path)} has {done} {unit}, and {key} is {limit}: nothing is left to train. Raise {key} to "
                 "train on; for a new run give another checkpointing.checkpoint_dir",
                 flush=True,
             )

@@ -1,10 +1,9 @@
 """Check data sets, prompts, ground truths and the chat template, and import users' environments and functions."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
-from nemo_rl_cpp.config.data import other_rows, plain_sections, too_few_rows
+from nemo_rl_cpp.config.data import plain_sections, too_few_rows
 from nemo_rl_cpp.config.env import ENV_REGISTRY
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.data.chat_template import ChatTemplateError, choose_template
@@ -13,10 +12,7 @@ from nemo_rl_cpp.data.tokenizer import Tokenizer, get_tokenizer
 from nemo_rl_cpp.dotted_names import LoadingError, import_object, is_dotted
 from nemo_rl_cpp.environments.loading import RewardFunctions, environment_class, environment_target
 from nemo_rl_cpp.errors import Finding
-from nemo_rl_cpp.files.durable import json_object
 from nemo_rl_cpp.hub import sources
-
-from .folders import WHAT_TO_DO, changes, newest_checkpoint, read_saved, refusals, short
 
 
 def check(config: WholeConfig) -> Iterator[Finding]:
@@ -29,9 +25,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
     for where, section in plain_sections(config.data):
         counts[where] = yield from check_rows(config, where, section, tokenizer)
     if isinstance(config, TrainMasterConfig):
-        trained = {where: count for where, count in counts.items() if where.startswith("data.train")}
-        yield from _check_counts(config, trained)
-        yield from _check_position(config, trained)
+        yield from _check_counts(config, {where: n for where, n in counts.items() if where.startswith("data.train")})
 
 
 def _check_counts(config: TrainMasterConfig, counts: dict[str, int | None]) -> Iterator[Finding]:
@@ -46,22 +40,6 @@ def _check_counts(config: TrainMasterConfig, counts: dict[str, int | None]) -> I
     for where, count in counts.items():
         if count and (text := too_few_rows(count, batch_size, config.algorithm)):
             yield Finding("error", where, text)
-
-
-def _check_position(config: TrainMasterConfig, counts: Mapping[str, int | None]) -> Iterator[Finding]:
-    """Yield an error if the run would resume from a checkpoint whose training data had another number of rows. `counts`
-    maps the dotted key of each training data set to its number of rows, None if unknown."""
-    newest = newest_checkpoint(Path(config.checkpointing.checkpoint_dir)) if config.checkpointing.enabled else None
-    before = json_object(newest / "train_dataloader.json").get("num_rows") if newest is not None else None
-    rows = None if None in counts.values() else sum(counts.values())
-    if None in (before, rows) or (text := other_rows(rows, before)) is None:
-        return
-    saved = read_saved(newest)
-    if any(key.startswith("data.") for key, _ in refusals(saved, config)):
-        return
-    change = next((each for each in changes(saved, config) if each.key.startswith("data.train.")), None)
-    key, why = ("data.train", "") if change is None else (change.key, f"{change.before} -> {change.now}: the data ")
-    yield Finding("error", key, f"{why}{text} {short(newest)}: {WHAT_TO_DO}")
 
 
 def _tokenizer(config: WholeConfig) -> tuple[Tokenizer | None, list[Finding]]:

@@ -18,7 +18,7 @@ from nemo_rl_cpp.config.access import written
 from nemo_rl_cpp.config.errors import KINDS, shown
 from nemo_rl_cpp.config.master import PPOMasterConfig, TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import TrainedModelConfig
-from nemo_rl_cpp.errors import Finding
+from nemo_rl_cpp.errors import Finding, short_path
 from nemo_rl_cpp.files.durable import MANIFEST, manifest_facts
 from nemo_rl_cpp.files.folder_lock import held_by, holder_of
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, local_folder
@@ -109,7 +109,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def headline(saved: Saved, changed: list[Change]) -> str:
     """Return the first line that a resumed run prints: its checkpoint and which keys have changed."""
-    begin = f"Resuming {short(saved.path)}, saved {saved.time}."
+    begin = f"Resuming {short_path(saved.path)}, saved {saved.time}."
     if saved.config is None:
         return f"{begin} Its config.yaml cannot be read, so what changed since is not known."
     listed = f"Changed since: {', '.join(map(str, changed))}"
@@ -236,12 +236,7 @@ def hf_architecture_refusals(saved: Saved, section: str, config: TrainedModelCon
 def refusal_text(saved: Saved, refused: list[tuple[str, str]]) -> str:
     """Return one sentence that says why (`refused`) the run cannot resume from the checkpoint, and what to do."""
     listed = "; ".join(f"{key}: {why}" for key, why in dict.fromkeys(refused))
-    return f"{short(saved.path)} cannot be resumed by this configuration, which is another run ({listed}): {WHAT_TO_DO}"
-
-
-def short(path: Path) -> str:
-    """Return `path` relative to the working directory if it is inside, otherwise unchanged."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    return f"{short_path(saved.path)} cannot be resumed by this configuration, which is another run ({listed}): {WHAT_TO_DO}"
 
 
 _DIR, _LOGS = "checkpointing.checkpoint_dir", "logger.log_dir"
@@ -336,7 +331,9 @@ def _resume(config: WholeConfig, folder: Path) -> Iterator[Finding]:
     saved = read_saved(newest)
     for key, why in dict.fromkeys(refusals(saved, config)):
         why = why.removeprefix(f"{key.rpartition('.')[2]} ")  # the message begins with the key anyway
-        yield Finding("error", key, f"{why}, so this is another run than that of {short(saved.path)}: {WHAT_TO_DO}")
+        yield Finding(
+            "error", key, f"{why}, so this is another run than that of {short_path(saved.path)}: {WHAT_TO_DO}"
+        )
 
 
 def _warm_start(config: WholeConfig) -> Iterator[Finding]:

@@ -1,8 +1,6 @@
 import json
 import re
 import shutil
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -154,22 +152,6 @@ def test_preflight_check_reports_changed_configuration_keys_that_prevent_a_resum
     assert [f for f in preflight(config_of(root, run_of_two_steps)) if f.level == "error" and "step_2" in str(f)] == []
 
 
-@pytest.mark.slow
-def test_preflight_check_reports_a_data_set_size_that_differs_from_the_checkpoint(tmp_path):
-    tiny.train(tmp_path, *RUN, "grpo.max_num_steps=2")
-    folders = [f"logger.log_dir={tmp_path / 'logs'}", f"checkpointing.checkpoint_dir={tmp_path / 'checkpoints'}"]
-
-    def errors(*overrides):
-        config = load_grpo_config("grpo_tiny.yaml", [*RUN, *folders, *overrides])
-        return [str(f) for f in preflight(config) if f.level == "error"]
-
-    assert errors("data.train.num_digits=3", "+data.train.seed=42") == []
-    (text,) = errors("data.train.num_digits=2")
-    assert re.match(r"data.train.num_digits 3 -> 2: the data has \d+ rows, not 849, so this is another run than", text)
-    (text,) = errors("+data.train.num_samples=500")
-    assert text.startswith("data.train.num_samples (not set) -> 500: the data has 500 rows, not 849")
-
-
 @pytest.mark.parametrize(("override", "words"), [
     ("policy.hf_config_overrides.num_attention_heads=8", "num_attention_heads 4 -> 8 is another architecture"),
     ("++policy.hf_config_overrides.rope_theta=7.0", "rope_theta .* -> 7.0 is another architecture"),
@@ -231,37 +213,6 @@ def test_saved_groups_of_dynamic_sampling_are_dropped_on_resume_if_the_group_siz
     close(other)
     assert "the settings of dynamic sampling changed" in capsys.readouterr().out
     assert other.collector.sampler.cached_groups == 0
-
-
-def test_dynamic_sampling_state_of_earlier_versions_loads_without_running_pickled_code(tmp_path):
-    """Checkpoints of earlier versions pickled the kept groups."""
-    import pickle
-
-    import torch
-    from nemo_rl_cpp.algorithms.checkpointing import Resume
-    from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
-    from nemo_rl_cpp.algorithms.train_state import TrainState
-
-    state = GroupSampler(2).state_dict() | {"reward_sum": 0.5}
-    folder = tmp_path / "step_1" / "trainer_state"
-    folder.mkdir(parents=True)
-    torch.save(state, folder / "sampler.pt")
-    sampler = GroupSampler(2)
-    Resume(tmp_path / "step_1", TrainState()).load_rollouts(SimpleNamespace(sampler=sampler))
-    assert sampler.state_dict() == state
-
-    class Evil:
-        def __reduce__(self):
-            return Path.touch, (tmp_path / "ran",)
-
-    for payload in (pickle.dumps({"cache": Evil()}), None):
-        if payload is None:
-            torch.save({"cache": Evil()}, folder / "sampler.pt")
-        else:
-            (folder / "sampler.pt").write_bytes(payload)
-        with pytest.raises(ValueError, match="sampler.pt holds more than plain data, which could run code"):
-            Resume(tmp_path / "step_1", TrainState()).load_rollouts(SimpleNamespace(sampler=sampler))
-        assert not (tmp_path / "ran").exists()
 
 
 PPO = (

@@ -28,7 +28,7 @@ _INNER = re.compile(r"\.<locals>\.<(listcomp|genexpr|dictcomp|setcomp)>")  # red
 _LONGEST = 600  # maximum length of a message that this package did not write
 _INSTALLED_AS = {
     "PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python", "reasoning_gym": "reasoning-gym", "skimage": "scikit-image",
-    "sklearn": "scikit-learn", "yaml": "pyyaml",
+    "sklearn": "scikit-learn", "yaml": "pyyaml", "ray": "'nemo_rl_cpp[ray]'", "verifiers": "'nemo_rl_cpp[agents]'",
 }  # fmt: skip
 
 _folder: Path | None = None  # the run's log folder, once it exists

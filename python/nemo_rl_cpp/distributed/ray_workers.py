@@ -48,14 +48,10 @@ _held = {"holders": 0, "ours": False}
 
 def ray_module() -> ModuleType:
     """Import and return Ray. Under `uv run`, Ray would run each worker with `uv run` in a copy of the project; a
-    variable set here prevents that. Raise ImportError with the install command if Ray is missing."""
+    variable set here prevents that."""
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # read when ray is imported
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError(
-            "ray is not installed: run `pip install 'nemo_rl_cpp[ray]'`, or set cluster.executor to processes or auto"
-        ) from error
+    import ray
+
     return ray
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import VerifiersEnvConfig
-from nemo_rl_cpp.data.datasets.response_datasets.agent_tasks import check_verifiers, tasks_of
+from nemo_rl_cpp.data.datasets.response_datasets.agent_tasks import tasks_of
 from nemo_rl_cpp.environments.agents import AgentEnvironment, AgentResult, AgentTask
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ class VerifiersEnvironment(AgentEnvironment):
     the weighted sum of the task's rewards. Metrics: the task's rewards and metrics by name."""
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
-        check_verifiers("env.verifiers")
         self._config = as_model(cfg, VerifiersEnvConfig, "env.verifiers")
         self._envs: dict[str, Env] = {}
         from nemo_rl_cpp.environments.verifiers_chat import ChatHarness  # imports verifiers

@@ -30,22 +30,11 @@ _LONGEST_STEM = 220  # the maximum length of a name to which a suffix is appende
 _LONGEST_CUT = 500  # MLflow may truncate parameter values that are longer
 
 
-def import_tracker(package: str) -> ModuleType:
-    """Import and return a tracker's package. If that fails, raise ValueError with its key and install command."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ValueError(
-            f"logger.{package}_enabled=true, but the package {package} cannot be imported ({error}): "
-            f"run `pip install {package}`, or set logger.{package}_enabled=false"
-        ) from error
-
-
 class TrackerLogger(LoggerInterface):
     """A backend that logs through an experiment tracker's package. A subclass whose tracker logs only numbers overrides
     `send`; others override `log_metrics`."""
 
-    package = staticmethod(import_tracker)
+    package = staticmethod(importlib.import_module)
     name: str  # the name of the Python package
     refused = r"[\ud800-\udfff]"  # matches the characters that the tracker does not allow in metric names
     section: type[Section]  # the class of the tracker's configuration section

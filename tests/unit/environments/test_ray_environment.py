@@ -75,10 +75,8 @@ def test_remote_environment_runs_in_the_current_process_if_ray_is_not_started():
     assert isinstance(EchoEnvironment.options(num_cpus=1).remote({}), LocalActor)
 
 
-def test_error_for_missing_ray_names_the_install_command(monkeypatch):
+def test_remote_environment_runs_in_the_current_process_if_ray_is_not_installed(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    with pytest.raises(ImportError, match=r"pip install 'nemo_rl_cpp\[ray\]'"):
-        ray_module()
     assert ray_in_use() is None and isinstance(EchoEnvironment.remote({}), LocalActor)
 
 

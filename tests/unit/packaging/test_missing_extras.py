@@ -5,6 +5,7 @@ import pytest
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config
 from nemo_rl_cpp.data.datasets.response_datasets.agent_tasks import VerifiersDataset
 from nemo_rl_cpp.distributed.ray_workers import ray_module
+from nemo_rl_cpp.errors import one_sentence
 from nemo_rl_cpp.models.generation.vllm.server import TESTED_VERSION, check_interpreter
 from nemo_rl_cpp.models.hf import outputs
 from nemo_rl_cpp.serving import check_installed
@@ -52,7 +53,7 @@ NEEDS = {
     "evaluation": ("hf", lambda: load_eval_config("evals/reverse_digits.yaml", ["generation.backend=hf"]), "pip install 'nemo_rl_cpp[hf]'"),
     "server of a run": ("serve", lambda: tiny("policy.generation.expose_http_server=true"), "pip install 'nemo-rl-cpp[serve]'"),
     "command serve": ("serve", lambda: check_installed("serve"), "pip install 'nemo-rl-cpp[serve]'"),
-    "task set": ("agents", lambda: VerifiersDataset("gsm8k"), "pip install 'nemo-rl-cpp[agents]'"),
+    "task set": ("agents", lambda: VerifiersDataset("gsm8k"), "pip install 'nemo_rl_cpp[agents]'"),
     "executor": ("ray", lambda: tiny("cluster.executor=ray"), "pip install 'nemo_rl_cpp[ray]'"),
     "ray itself": ("ray", ray_module, "pip install 'nemo_rl_cpp[ray]'"),
     "interpreter": ("vllm", lambda: check_interpreter(sys.executable), f"install vLLM {TESTED_VERSION} there; docs/vllm.md says how"),
@@ -65,7 +66,7 @@ def test_error_for_a_missing_optional_package_names_the_install_command(what, wi
     without(*EXTRAS[extra])
     with pytest.raises((ValueError, ImportError)) as raised:
         ask()
-    said = str(raised.value)
+    said = one_sentence(raised.value)
     assert command in said and "\n" not in said.strip().partition("\n  ")[0]
     assert any(name in said.lower() for name in (*EXTRAS[extra], "vllm"))
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import huggingface_hub
@@ -179,10 +178,8 @@ def _csv_rows(path: Path) -> list[Row]:
 
 
 def _arrow_rows(path: Path) -> list[Row]:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError(f"reading {path} needs pyarrow: pip install pyarrow, or convert the file to JSONL") from None
+    import pyarrow.parquet
+
     try:
         if path.suffix.lower() == ".parquet":
             table = pyarrow.parquet.read_table(path)
@@ -287,7 +284,8 @@ def is_local(data_path: str) -> bool:
 
 
 def _from_disk(path: Path, split: str | None) -> Dataset:
-    datasets = _datasets_library(str(path))
+    import datasets
+
     loaded = datasets.load_from_disk(str(path))
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded
@@ -296,24 +294,15 @@ def _from_disk(path: Path, split: str | None) -> Dataset:
     return loaded[split or "train"]
 
 
-def _datasets_library(what: str) -> ModuleType:
-    try:
-        import datasets
-    except ImportError:
-        install = "pip install datasets, or use ResponseDataset on a local JSONL file"
-        raise ValueError(
-            f"the data set {what!r} (dataset_name, data_path) needs the datasets library: {install}"
-        ) from None
-    return datasets
-
-
 def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "train") -> Dataset:
     """Load a data set from the Hugging Face Hub, or from its local cache if the Hub does not answer. Raise SourceError
     (a ValueError) if neither has it."""
+    import datasets
+
     if check_on_hub(name, "dataset", "dataset_name or data_path"):
-        return _datasets_library(name).load_dataset(name, subset, split=split or "train")
+        return datasets.load_dataset(name, subset, split=split or "train")
     try:
-        datasets, constants = _datasets_library(name), huggingface_hub.constants
+        constants = huggingface_hub.constants
         before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
         # from the cache alone, because the library's online mode would retry for minutes
         datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True

@@ -3,7 +3,6 @@ writes them. The environments `verifiers` and `nemo_gym` run them."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -18,21 +17,12 @@ from nemo_rl_cpp.data.interfaces import Row
 if TYPE_CHECKING:
     from verifiers.v1.task import Task
 
-INSTALL = "pip install 'nemo-rl-cpp[agents]'"
-
-
-def check_verifiers(what: str) -> None:
-    """Raise ValueError if the package verifiers is not installed. The message says that `what` needs it."""
-    if importlib.util.find_spec("verifiers") is None:
-        raise ValueError(f"{what} needs the package verifiers: run `{INSTALL}`")
-
 
 @cache
 def tasks_of(taskset: str, limit: int | None = None) -> list[Task]:
     """Return the first `limit` tasks (None: all) of a task set of the package verifiers. `taskset` is the JSON text of
     a mapping with the `id` of the task set and its settings. Raise ValueError if verifiers has no such task set, or if
     it is endless and there is no limit."""
-    check_verifiers("a task set")
     from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
     settings = json.loads(taskset)

@@ -136,10 +136,8 @@ class ReasoningGymDataset(GeneratedDataset):
     def __init__(
         self, task: str, task_options: dict[str, object] | None = None, num_shots: int = 3, num_samples: int = 1000, **kwargs: Any
     ):  # fmt: skip
-        try:
-            import reasoning_gym
-        except ImportError:
-            raise ValueError("data: the reasoning_gym data set needs a package: pip install reasoning-gym") from None
+        import reasoning_gym
+
         known = reasoning_gym.factory.DATASETS
         if task not in known:
             near = difflib.get_close_matches(task, known, n=3)

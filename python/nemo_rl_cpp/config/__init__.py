@@ -1,7 +1,5 @@
 """The configuration of runs: YAML with inheritance, overrides and interpolation, checked by a schema without torch."""
 
-from nemo_rl_cpp.files.prompt_files import find_prompt
-
 from .errors import ConfigError, Problem
 from .loader import (
     find_config,
@@ -22,6 +20,6 @@ from .master import (
 
 __all__ = [
     "ConfigError", "DistillationMasterConfig", "EvalMasterConfig", "GRPOMasterConfig", "MasterConfig", "PPOMasterConfig",
-    "Problem", "SFTMasterConfig", "find_config", "find_prompt", "load_distillation_config", "load_eval_config",
+    "Problem", "SFTMasterConfig", "find_config", "load_distillation_config", "load_eval_config",
     "load_grpo_config", "load_ppo_config", "load_sft_config",
 ]  # fmt: skip

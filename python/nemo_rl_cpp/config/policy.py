@@ -6,8 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from nemo_rl_cpp.files.prompt_files import find_prompt
-
 from .base import (
     Count,
     Entry,
@@ -361,7 +359,6 @@ def check_trained_model(model: TrainedModelConfig, name: str, report: Report) ->
             if config.enabled and (tokens := getattr(config, budget)) < longest:
                 text = f"is {tokens}, too small for one sequence of {key} {longest}; raise it"
                 report.add(f"{name}.{batching}.{budget}", text, f"{name}.{key}")
-    check_tokenizer(model.tokenizer, f"{name}.tokenizer", report)
     _check_moments(model, name, report)
     unread = ("optimizer.",) if model.megatron_cfg.enabled else ("megatron_cfg.optimizer.", "megatron_cfg.scheduler.")
     for key in sorted((f"{name}.{key}" for key in type(model).known_keys() if key.startswith(unread)), reverse=True):
@@ -425,10 +422,3 @@ def _check_torch_optimizer(model: TrainedModelConfig, name: str, report: Report)
         fault = f"has {named} schedules, which need {named - 1} milestones (where the next begins), not {given}"
     if fault is not None:
         report.add(f"{name}.scheduler", fault)
-
-
-def check_tokenizer(tokenizer: TokenizerConfig, name: str, report: Report) -> None:
-    template = tokenizer.chat_template
-    if template is not None and template.endswith(".jinja") and find_prompt(template) is None:
-        text = f"names the file {template}, which does not exist; correct the path, or write default or null"
-        report.add(f"{name}.chat_template", text)

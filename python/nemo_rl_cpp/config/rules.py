@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 from nemo_rl_cpp.dotted_names import is_dotted, is_user_defined
-from nemo_rl_cpp.files.prompt_files import find_prompt
 
 from . import rules_model
 from .cluster import engines_of, trainers_of
@@ -29,7 +28,7 @@ from .errors import Report
 from .logger import LOGGER_BACKENDS
 from .loop import check_loop
 from .loss import check_policy_loss
-from .policy import check_tokenizer, check_trained_model
+from .policy import check_trained_model
 
 if TYPE_CHECKING:
     from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
@@ -337,7 +336,6 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
     rules_model.check_engine(generation, "generation", report)
     rules_model.check_evaluation(generation, report)
     rules_model.check_sizes(config, report)
-    check_tokenizer(config.tokenizer, "tokenizer", report)
     rules_model.check_cluster(config.cluster, report)
     if config.cluster.has_workers:
         cluster = config.cluster
@@ -356,7 +354,6 @@ def _check_data(config: TrainMasterConfig, report: Report) -> None:
     if report.nearness("data.dataset_name") == 3:
         report.add("data.dataset_name", "is read by nothing, in NeMo RL neither: set data.train.dataset_name")
     default = data.default or DatasetDefaults()
-    _check_files(default, "data.default", report)
     if default.dataset_name is None or _is_known(default.dataset_name, "data.default", report):
         every = tuple({key for keys in dataset_keys().values() for key in keys})
         _check_extra_keys(default, "data.default", every, default.dataset_name, report)
@@ -389,7 +386,6 @@ def _check_eval_data(data: EvalDataConfig, env: EnvConfigs, report: Report) -> N
 
 
 def _check_dataset(dataset: DatasetConfig, dotted: str, report: Report, default: DatasetDefaults | None = None) -> None:
-    _check_files(dataset, dotted, report)
     inherits = "dataset_name" not in dataset.model_fields_set and default is not None
     name = default.dataset_name if inherits else dataset.dataset_name
     if name is None:
@@ -428,13 +424,6 @@ def _check_extra_keys(
             report.add(f"{dotted}.{key}", "works in a section at the top of the file only, not deeper")
         elif key not in allowed:
             report.add(f"{dotted}.{key}", f"is unknown; {did_you_mean(key, known, 'known are ' + ', '.join(known))}")
-
-
-def _check_files(dataset: DatasetDefaults, dotted: str, report: Report) -> None:
-    for name in ("prompt_file", "system_prompt_file"):
-        path = getattr(dataset, name)
-        if path is not None and find_prompt(path) is None:
-            report.add(f"{dotted}.{name}", f"names the file {path}, which does not exist; correct it or write null")
 
 
 def _check_env_name(name: str | None, dotted: str, env: EnvConfigs, report: Report) -> None:

@@ -22,15 +22,12 @@ def _places(path: str | Path) -> list[Path]:
     return [*places, _PACKAGE / "prompts" / given.name] if in_package else places
 
 
-def find_prompt(path: str | Path) -> Path | None:
-    """Return the prompt file that a configuration names by `path`, or None if there is no such file."""
-    return next((place for place in _places(path) if place.is_file()), None)
-
-
 def find_file(path: str | Path, key: str) -> Path:
     """Return the file that a configuration names by `path`. If there is none, raise MissingFileError with the
     configuration key `key` and every place searched."""
-    if (found := find_prompt(path)) is not None:
-        return found
-    tried = ", ".join(map(str, _places(path)))
+    places = _places(path)
+    for place in places:
+        if place.is_file():
+            return place
+    tried = ", ".join(map(str, places))
     raise MissingFileError(f"{key}: the file {str(path)!r} was not found (tried {tried})")

@@ -192,7 +192,6 @@ BAD_FILES = {
     "turns of a game": (
         "env:\n  guess_number: {max_guesses: 5}\ndata:\n  train: {dataset_name: guess_number, env_name: guess_number}",
         "grpo.max_rollout_turns", 2, ["is 1", "up to 5", "raise it"]),
-    "prompt file": ("data:\n  train: {dataset_name: arithmetic, prompt_file: examples/prompts/nope.txt}", "data.train.prompt_file", 2, ["does not exist"]),
     "prompt longer than the context": ("data:\n  train: {dataset_name: arithmetic}\n  max_input_seq_length: 600", "data.max_input_seq_length", 3, ["512", "lower it"]),
     "metric name": ("checkpointing:\n  metric_name: accuracy", "checkpointing.metric_name", 2, ["val:accuracy"]),
     "deadline": ("checkpointing:\n  checkpoint_must_save_by: '3:00'", "checkpointing.checkpoint_must_save_by", 2, ["DD:HH:MM:SS"]),

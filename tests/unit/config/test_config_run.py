@@ -96,9 +96,10 @@ def test_installed_package_finds_its_configuration_and_prompt_files_without_the_
         "import sys\n"
         "sys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
         f"sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
-        "from nemo_rl_cpp.config import find_config, find_prompt, load_grpo_config\n"
+        "from nemo_rl_cpp.config import find_config, load_grpo_config\n"
+        "from nemo_rl_cpp.files.prompt_files import find_file\n"
         f"assert str(find_config('grpo_arithmetic_smollm2.yaml')).startswith({str(tmp_path)!r})\n"
-        f"assert str(find_prompt('examples/prompts/cot.txt')).startswith({str(tmp_path)!r})\n"
+        f"assert str(find_file('examples/prompts/cot.txt', 'key')).startswith({str(tmp_path)!r})\n"
         "load_grpo_config('examples/configs/grpo_math_1B.yaml')\n"
     )
     # the copy lies elsewhere than its neighbours

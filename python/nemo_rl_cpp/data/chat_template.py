@@ -203,9 +203,6 @@ def _checked(template: str, what: str) -> str:
     return template
 
 
-_KEPT: set[tuple[object, ...]] = set()  # combinations (template, roles, ...) known to render all messages
-
-
 def template_variables(tokenizer: TokenizerType) -> set[str]:
     """Return the names of the variables, such as `enable_thinking`, that the tokenizer's chat template reads and a
     caller may set."""
@@ -226,25 +223,17 @@ def render_prompt(
     ChatTemplateError if the text lacks a message."""
     text = _apply(tokenizer, messages, add_generation_prompt, tools, variables)
     missing = [i for i, message in enumerate(messages) if _content(message) not in text]
-    shape = (
-        type(tokenizer), str(getattr(tokenizer, "chat_template", None)), str(getattr(tokenizer, "chat_template_kwargs", None)),
-        tuple((message.get("role"), bool(_content(message))) for message in messages), bool(tools), str(variables),
-    )  # fmt: skip
-    if missing or shape not in _KEPT:
-        # A template may change a content (escape it, drop its reasoning), and a short content may be in the text by
-        # chance. So render numbers in place of the contents, to find out which the template includes.
-        marks = [f"9001{i}1009" for i in range(len(messages))]  # digits, which filters for letters do not change
-        marked = [{**m, "content": mark} if _content(m) else m for m, mark in zip(messages, marks)]
-        try:
-            probe = _apply(tokenizer, marked, add_generation_prompt, tools, variables)
-            lost = [i for i, message in enumerate(messages) if _content(message) and marks[i] not in probe]
-        except ValueError:  # the template inspects contents
-            lost = missing
-        if lost:
-            raise ChatTemplateError(_leaves_out(messages, lost[0], getattr(tokenizer, "section", "policy.tokenizer")))
-        if len(_KEPT) > 256:
-            _KEPT.clear()
-        _KEPT.add(shape)
+    # A template may change a content (escape it, drop its reasoning), and a short content may be in the text by chance.
+    # So render numbers in place of the contents, to find out which the template includes.
+    marks = [f"9001{i}1009" for i in range(len(messages))]  # digits, which filters for letters do not change
+    marked = [{**m, "content": mark} if _content(m) else m for m, mark in zip(messages, marks)]
+    try:
+        probe = _apply(tokenizer, marked, add_generation_prompt, tools, variables)
+        lost = [i for i, message in enumerate(messages) if _content(message) and marks[i] not in probe]
+    except ValueError:  # the template inspects contents
+        lost = missing
+    if lost:
+        raise ChatTemplateError(_leaves_out(messages, lost[0], getattr(tokenizer, "section", "policy.tokenizer")))
     return text
 
 

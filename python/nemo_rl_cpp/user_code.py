@@ -256,9 +256,9 @@ class _ProcessState(AbstractContextManager):
     """The process state that user code may change, recorded at construction and restored on exit.
 
     It covers the working directory, the handlers of the signals that end a run, and torch's default dtype and device,
-    gradient mode, thread count, deterministic mode and precision of float32 matrix products. Random generators are not restored, because all sampling in a run uses separate generators. Neither are
-    environment variables, which user code sets once for its later calls, and which the package reads when a run starts.
-    """
+    gradient mode, thread count, deterministic mode and precision of float32 matrix products. Random generators are not
+    restored, because all sampling in a run uses separate generators. Neither are environment variables, which user code
+    sets once for its later calls, and which the package reads when a run starts."""
 
     def __init__(self) -> None:
         self._folder, self._torch = _folder(), _torch_state()

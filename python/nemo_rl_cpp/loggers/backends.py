@@ -34,7 +34,6 @@ class TrackerLogger(LoggerInterface):
     """A backend that logs through an experiment tracker's package. A subclass whose tracker logs only numbers overrides
     `send`; others override `log_metrics`."""
 
-    package = staticmethod(importlib.import_module)
     name: str  # the name of the Python package
     refused = r"[\ud800-\udfff]"  # matches the characters that the tracker does not allow in metric names
     section: type[Section]  # the class of the tracker's configuration section
@@ -43,7 +42,7 @@ class TrackerLogger(LoggerInterface):
 
     def __init__(self, log_dir: str) -> None:
         """Import the tracker's package, and read the id of the run that a resumed run continues from `log_dir`."""
-        self._tracker = self.package(self.name)
+        self._tracker = importlib.import_module(self.name)
         self._id_file = Path(log_dir) / "run_id.txt"
         self._known = self._id_file.read_text().strip() if self._id_file.exists() else None
 

@@ -23,7 +23,6 @@ from nemo_rl_cpp.models.generation.distributed import DedicatedGeneration, Engin
 from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface, Pause, Prompts, Responses
 from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
 from nemo_rl_cpp.models.policy.lm_policy import Policy
-from nemo_rl_cpp.serving import check_installed
 from nemo_rl_cpp.serving.engine import Sampling
 from nemo_rl_cpp.serving.model import EngineSizes, Limits, ServedModel, engine_thread
 from nemo_rl_cpp.serving.rollouts import HEADER, Rollout, Rollouts
@@ -195,7 +194,6 @@ def listener_of(config: PolicyConfig) -> socket.socket | None:
     is not set. Raise ValueError if the address is in use."""
     if not config.generation.expose_http_server:
         return None
-    check_installed("policy.generation.expose_http_server")
     from nemo_rl_cpp.serving.http_server import listen  # needs the extra `serve`
 
     settings = config.generation.http_server

@@ -62,12 +62,15 @@ class Base:
     newest: AdaptedModel | None = None  # kept even if no client uses it, because the next client often asks for it
 
     @classmethod
-    def load(cls, name: str, served_name: str | None, precision: str, sizes: EngineSizes) -> Base:
+    def load(
+        cls, name: str, served_name: str | None, precision: str, sizes: EngineSizes, quantization: str | None = None
+    ) -> Base:
         """Load the base model `name`: a Hugging Face folder, a model name, a run's checkpoint, or "tiny-random".
         Clients may also call it `served_name`. `sizes` are those of each sampler's engine."""
         max_length = sizes.max_model_len
         place = name if name == TINY_RANDOM else find_policy_weights(name)
         folder = open_model_folder(str(place), max_length=max_length, length_key="--max-model-len", key="--model")
+        folder = folder.quantised(quantization, "--quantization")
         folder.check_weights()
         tokenizer = tiny_tokenizer() if folder.path is None else Tokenizer.from_pretrained(folder.path, section="")
         names = tuple(dict.fromkeys(n for n in (served_name, name) if n))
@@ -175,7 +178,7 @@ class AdaptedModel:
         if not modules:
             raise ValueError("no matrix of this model would be trained: set train_attn or train_mlp")
         name, key = findable_name(base.names[-1]), "base.dtensor_cfg.lora_cfg"
-        settings = LoraConfig(dim=shape.rank, alpha=ALPHA)
+        settings = LoraConfig(dim=shape.rank, alpha=ALPHA, merge=base.folder.quantization is None)
         self.lora = Lora("base", tuple(modules), layers, settings, name, base.folder, key)
         self.native = C.DecoderModel(native, DTYPES[base.precision], False)
         base.folder.fill(self.native)

@@ -347,7 +347,7 @@ def serve_tinker(arguments: argparse.Namespace, key: str | None) -> int:
         torch.set_num_threads(arguments.threads)
     listener = listen(arguments.host, arguments.port)
     sizes = EngineSizes(arguments.max_model_len, arguments.kv_cache_gb, arguments.max_batch_size)
-    base = Base.load(arguments.model, arguments.served_model_name, arguments.precision, sizes)
+    base = Base.load(arguments.model, arguments.served_model_name, arguments.precision, sizes, arguments.quantization)
     service = Service(base, Store(Path(arguments.tinker), "--tinker"))
     app = make_app(service, key, int(arguments.max_body_mb * (1 << 20)))
     server = HttpServer(app, listener, log_level="warning", most_connections=None)  # clients poll for many results

@@ -44,15 +44,16 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
         model: a Hugging Face folder, a packaged model, a name on the Hub, a run's checkpoint, or "tiny-random".
         folder: the folder of the checkpoints.
         precision: "float32", "float64" or "bfloat16".
+        quantization: the format of the base model's matrices: "q8_0", "q4_0" or "nf4"; None: as `precision`.
         max_batch_size: the number of responses generated concurrently.
         cache_gb: size of the KV cache of one sampler, in GB.
         max_length: the maximum number of tokens of a sequence; None: as many as the model and the KV cache allow."""
 
     def __init__(
-        self, model: str, folder: str | Path = "results/tinker", *, precision: str = "bfloat16", max_batch_size: int = 64,
-        cache_gb: float = 1.0, max_length: int | None = None,
+        self, model: str, folder: str | Path = "results/tinker", *, precision: str = "bfloat16", quantization: str | None = None,
+        max_batch_size: int = 64, cache_gb: float = 1.0, max_length: int | None = None,
     ) -> None:  # fmt: skip
-        base = Base.load(str(model), None, precision, EngineSizes(max_length, cache_gb, max_batch_size))
+        base = Base.load(str(model), None, precision, EngineSizes(max_length, cache_gb, max_batch_size), quantization)
         self._core, self._session = Models(base, Store(Path(folder))), str(uuid.uuid4())
         self._numbers = itertools.count()
 

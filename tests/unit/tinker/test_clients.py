@@ -24,11 +24,9 @@ WEIGHTS = [1.0, 0.5, 2.0, 0.0]
 
 
 @contextmanager
-def service_in(folder: Path, **more: object) -> Iterator[ServiceClient]:
-    make_model(folder / "model", **more)
-    with ServiceClient(
-        folder / "model", folder / "saved", precision="float32", max_batch_size=16, cache_gb=0.05
-    ) as client:
+def service_in(folder: Path, quantization: str | None = None, **more: object) -> Iterator[ServiceClient]:
+    model, sizes = make_model(folder / "model", **more), dict(max_batch_size=16, cache_gb=0.05)
+    with ServiceClient(model, folder / "saved", precision="float32", quantization=quantization, **sizes) as client:
         yield client
 
 
@@ -38,7 +36,9 @@ def service(tmp_path_factory):
         yield client
 
 
-@pytest.fixture(scope="module", params=[{}, RECURRENT], ids=["attention", "recurrent"])
+@pytest.fixture(
+    scope="module", params=[{}, RECURRENT, {"quantization": "q4_0"}], ids=["attention", "recurrent", "q4_0"]
+)
 def each_service(request, tmp_path_factory):
     with service_in(tmp_path_factory.mktemp("clients"), **request.param) as client:
         yield client

@@ -30,4 +30,4 @@ def find_file(path: str | Path, key: str) -> Path:
         if place.is_file():
             return place
     tried = ", ".join(map(str, places))
-    raise MissingFileError(f"{key}: the file {str(path)!r} was not found (tried {tried})")
+    raise MissingFileError(f"{key} names the file {str(path)!r}, which was not found (tried {tried})")

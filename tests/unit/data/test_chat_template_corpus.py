@@ -181,7 +181,7 @@ def test_chat_template_is_read_from_the_chat_template_key_of_a_json_file(tmp_pat
 
 @pytest.mark.parametrize("value", ["gone.j2", "gone.jinja", "folder/gone", "gone.txt"])
 def test_missing_chat_template_file_is_an_error(value):
-    with pytest.raises(FileNotFoundError, match="policy.tokenizer.chat_template: the file '.*gone"):
+    with pytest.raises(FileNotFoundError, match="policy.tokenizer.chat_template names the file '.*gone"):
         choose_template(value, None, KEY)
 
 

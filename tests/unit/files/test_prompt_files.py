@@ -23,7 +23,7 @@ def test_local_prompt_file_takes_precedence_over_a_shipped_one_and_a_missing_fil
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cot.txt").write_text("mine {}")
     assert TaskDataSpec(prompt_file="cot.txt").prompt == "mine {}"
-    with pytest.raises(FileNotFoundError, match="prompt_file: the file 'other/cot.txt' was not found"):
+    with pytest.raises(FileNotFoundError, match="prompt_file names the file 'other/cot.txt', which was not found"):
         TaskDataSpec(prompt_file="other/cot.txt")
     with pytest.raises(FileNotFoundError, match="system_prompt_file"):
         TaskDataSpec(system_prompt_file=tmp_path / "none.txt")

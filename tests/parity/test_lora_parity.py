@@ -294,7 +294,7 @@ def test_lora_adapter_of_a_model_with_images_loads_in_peft_onto_the_whole_model(
     import transformers
 
     kind, more = WITH_IMAGES[name]
-    text = configurations()[name].to_dict() | {"initializer_range": 0.1}
+    text = configurations()[name].to_dict() | ({} if name == "gemma3" else {"initializer_range": 0.1})
     if kind == "Gemma4UnifiedConfig":
         del text["model_type"]
     config = getattr(transformers, kind)(text_config=text, **more)
@@ -307,7 +307,8 @@ def test_lora_adapter_of_a_model_with_images_loads_in_peft_onto_the_whole_model(
     loaded = peft.PeftModel.from_pretrained(hf, tmp_path / "out" / "adapter").eval()
     ids = torch.arange(3, 40)
     ours = C.Trainer(model).logits(ids)
-    assert (ours - loaded(input_ids=ids[None]).logits[0]).abs().max() < 1e-4
+    expected = loaded(input_ids=ids[None]).logits[0]
+    assert (ours - expected).abs().max() < 1e-4 * max(1.0, expected.abs().max())
     again = adapted(tmp_path / "base", lora, torch.float32, spread=0.0)
     assert (C.Trainer(again).logits(ids) - ours).abs().max() > 1e-2
     lora.load(tmp_path / "out", again)

@@ -25,7 +25,6 @@ from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_cpp.config.optimizer import PARALLEL_SIZES
 from nemo_rl_cpp.environments.remote import ActorSettings
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment
-from nemo_rl_cpp.loggers.backends import TrackerLogger
 from nemo_rl_cpp.loggers.interface import flatten_dict
 from nemo_rl_cpp.models.generation.vllm.server import client_of
 
@@ -170,9 +169,8 @@ def reads(tmp_path_factory):
 
     find = importlib.util.find_spec
     patch.setattr(importlib.util, "find_spec", lambda name, *more: TRACKERS if name in TRACKERS else find(name, *more))
-    patch.setattr(
-        TrackerLogger, "package", staticmethod(lambda name: MagicMock(**{"start_run.return_value.info.run_id": "run"}))
-    )
+    for name in TRACKERS:
+        patch.setitem(sys.modules, name, MagicMock(**{"start_run.return_value.info.run_id": "run"}))
     patch.setattr(build, "check_trackers", lambda cfg: None)
     patch.setattr(build, "checked", lambda config, model: watch.root(check(config, model)))
     patch.setattr(Section, "model_dump", model_dump)

@@ -262,7 +262,7 @@ _JOINED, _JOINED_MAMBA = LayerKinds(_MANY, fused=True), LayerKinds(_MANY, fused=
 _ANY_MODEL = (
     LayerKinds(_MANY, per_layer=True), _JOINED, LayerKinds(_MANY, recurrent=range(_MANY)),
     LayerKinds(_MANY, latent=True), LayerKinds(_MANY, latent=True, latent_queries=True),
-    *(LayerKinds(_MANY, experts=range(_MANY), shared=name) for name in ("shared_expert", "shared_experts")),
+    *(LayerKinds(_MANY, experts=range(_MANY), shared=name) for name in ("shared_expert", "shared_experts", "mlp")),
     *(LayerKinds(_MANY, recurrent=layers, gated_conv=True) for layers in ((), range(_MANY))), LayerKinds(_MANY, experts=range(_MANY), gated_conv=True),
     *(LayerKinds(_MANY, recurrent=range(_MANY), mlps=mlps, mamba=True) for mlps in ((), None)), LayerKinds(_MANY, experts=range(_MANY), shared="shared_experts", mlps=tuple(range(_MANY))),
 )  # fmt: skip

@@ -114,12 +114,12 @@ def refusing_hub():
 
 @pytest.mark.slow
 def test_gated_unknown_and_misspelt_hub_models_give_specific_errors(tmp_path, refusing_hub):
-    gated = resolved(tmp_path, "secret/model", HF_ENDPOINT=refusing_hub)
+    gated = resolved(tmp_path, "secret/model", deadline=60.0, HF_ENDPOINT=refusing_hub)  # the machine may be busy
     assert "gated" in gated and "huggingface-cli login" in gated and "HF_TOKEN" in gated
-    unknown = resolved(tmp_path, "no/model", HF_ENDPOINT=refusing_hub)
+    unknown = resolved(tmp_path, "no/model", deadline=60.0, HF_ENDPOINT=refusing_hub)
     assert "is not on" in unknown and "policy.model_name" in unknown
     for hub in (CLOSED_PORT, refusing_hub):
-        misspelt = resolved(tmp_path, "smollm2-135m-instrct", HF_ENDPOINT=hub)
+        misspelt = resolved(tmp_path, "smollm2-135m-instrct", deadline=60.0, HF_ENDPOINT=hub)
         assert misspelt.endswith("; did you mean smollm2-135m-instruct?")
 
 

@@ -56,9 +56,9 @@ class TextModel {
   void put(const std::string& name, const std::string& dtype, const py::buffer& data, std::int64_t first) {
     const py::buffer_info bytes = data.request();
     const auto type = dtype_of(dtype);
-    const auto values =  // only read
-        at::from_blob(bytes.ptr, {bytes.size * bytes.itemsize / static_cast<std::int64_t>(c10::elementSize(type))},
-                      type);
+    const auto size = bytes.size * bytes.itemsize, width = static_cast<std::int64_t>(c10::elementSize(type));
+    NRL_CHECK_ARG(size % width == 0, name, ": ", size, " bytes are no whole number of values of ", dtype);
+    const auto values = at::from_blob(bytes.ptr, {size / width}, type);  // only read
     const auto fill = [&](const model::ParameterSpec& spec, const at::Tensor& flat) {
       const std::int64_t begin = first * (spec.numel / spec.shape[0]);
       NRL_CHECK_ARG(begin + values.numel() <= spec.numel, name, ": ", values.numel(), " values from row ", first,
@@ -74,6 +74,7 @@ class TextModel {
     if (name.find(".lora_") == std::string::npos)
       return void(fill(model_->layout().find(name), model_->compute()).copy_(values));
     const auto& spec = model_->trained_layout().find(name);
+    NRL_CHECK_ARG(values.numel() == spec.numel, name, ": ", values.numel(), " values are not ", spec.numel);
     const auto view = fill(spec, model_->masters());
     if (!name.ends_with(".lora_B.weight")) return void(view.copy_(values));
     const auto dim = model_->trained_layout().adapters.front().dim, experts = spec.shape[0] / dim;

@@ -29,8 +29,7 @@ Mlp::Kept ExpertsBesideMlp::kept() const {
 at::Tensor ExpertsBesideMlp::normalised(const at::Tensor& h, const at::Tensor& weight, const at::Tensor& rstd,
                                         Workspace& workspace) const {
   const auto y = workspace.take(Slot::normed, h.sizes(), weight.scalar_type());
-  ops::rms_norm_forward(h, weight, c_.rms_norm_eps, c_.norm_offset, y,
-                        rstd.defined() ? std::optional(rstd) : std::nullopt);
+  ops::rms_norm_forward(h, weight, c_.rms_norm_eps, c_.norm_offset, y, if_defined(rstd));
   return y;
 }
 

@@ -71,6 +71,7 @@ NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model,
     pool.second.sinks = at::Tensor();
     steps_.emplace_back(pool.second, model_->device());
   }
+  row_steps_ = steps_;
 }
 
 std::int64_t NativeModelRunner::vocab_size() const { return model_->config().vocab_size; }
@@ -170,13 +171,23 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
 }
 
 void NativeModelRunner::set_steps(const ForwardBatch& batch, std::int64_t rows) {
+  const auto R = static_cast<std::int64_t>(batch.logits_rows.size());
+  attends_rows_ = model_->decoder().shares_last_keys() && R < static_cast<std::int64_t>(batch.token_ids.size());
   for (std::size_t p = 0; p < pools_.size(); ++p) {
-    std::vector<ops::PagedSlice> slices;
+    std::vector<ops::PagedSlice> slices, of_rows;
     for (const auto& s : batch.slices) {
       const BlockTable& table = s.block_tables[p];
       slices.push_back(
           {s.query_start, s.query_length, s.context_length, table.data(), static_cast<std::int64_t>(table.size())});
+      const auto row = static_cast<std::int64_t>(of_rows.size()), last = s.query_start + s.query_length - 1;
+      if (row < R && batch.logits_rows[static_cast<std::size_t>(row)] == last)
+        of_rows.push_back(
+            {row, 1, s.context_length + s.query_length - 1, table.data(), slices.back().block_table_length});
     }
+    NRL_CHECK(!attends_rows_ || static_cast<std::int64_t>(of_rows.size()) == R,
+              "a step asks for logits of tokens that are not the last of their sequences");
+    if (attends_rows_)
+      row_steps_[p].set(std::move(of_rows), std::vector<std::int64_t>(batch.logits_rows.size()), R, num_blocks_[p]);
     steps_[p].set(std::move(slices), batch.token_ids, rows, num_blocks_[p]);
   }
 }
@@ -185,8 +196,10 @@ model::History NativeModelRunner::history(const ForwardBatch& batch) {
   model::History history;
   history.attention = [this](std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor& lse) {
     const auto i = static_cast<std::size_t>(layer);
-    ops::attention_paged(qkv, steps_[pool_of(i)], model_->decoder().attention_heads(layer), cache_[i], out, lse);
+    const auto& steps = qkv.size(0) == steps_.front().token_ids().numel() ? steps_ : row_steps_;
+    ops::attention_paged(qkv, steps[pool_of(i)], model_->decoder().attention_heads(layer), cache_[i], out, lse);
   };
+  history.attends_rows = attends_rows_;
   if (!has_states()) return history;
   for (const auto& s : batch.slices)
     history.sequences.push_back(

@@ -57,7 +57,9 @@ class NativeModelRunner : public ModelRunner {
   std::vector<std::int64_t> num_blocks_;
   std::vector<model::RecurrentState> states_;  ///< of each layer, undefined without recurrence
   model::Workspace workspace_;
-  std::vector<ops::PagedStep> steps_;  ///< of each pool, with the same tokens
+  std::vector<ops::PagedStep> steps_;      ///< of each pool, with the same tokens
+  std::vector<ops::PagedStep> row_steps_;  ///< the same of the tokens whose logits are requested, if attends_rows_
+  bool attends_rows_ = false;
   RecordedSteps recorded_;
   std::int64_t pack_after_;
   bool keep_ = false;

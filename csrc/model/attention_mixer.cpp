@@ -74,8 +74,10 @@ at::Tensor AttentionMixer::forward(const LayerWeights& w, const at::Tensor& x, L
   if (last_reader_ != LayerConfig::kOwn) {
     const auto own = a.qkv.narrow(1, c_.query_size(), 2 * key_size());
     const auto source = raw_heads_ > 0 ? layer_ : own_.keys_of;
-    const auto shared = keys_values(source, LayerSlot::keys_values, a.qkv, a.qkv.scalar_type(), step.workspace);
-    raw_heads_ > 0 ? shared.copy_(own) : own.copy_(shared);
+    const auto T = step.rows.index.defined() ? step.rows.T : a.qkv.size(0);
+    const auto shared = keys_values(source, LayerSlot::keys_values, T, a.qkv.scalar_type(), step.workspace);
+    if (raw_heads_ > 0) shared.copy_(own);
+    else own.copy_(step.rows.index.defined() ? shared.index_select(0, step.rows.index) : shared);
   }
   step.history.attention(layer_, a.qkv, a.attn, a.lse);
   return result(w.tensors(), a, step.workspace);
@@ -93,15 +95,16 @@ at::Tensor AttentionMixer::query_part(const at::Tensor& raw, std::int64_t which)
   return raw.narrow(1, 0, 2 * c_.query_size()).unflatten(1, {c_.num_heads, 2 * H}).narrow(2, which * H, H);
 }
 
-at::Tensor AttentionMixer::keys_values(std::int64_t of, LayerSlot slot, const at::Tensor& qkv, at::ScalarType type,
+at::Tensor AttentionMixer::keys_values(std::int64_t of, LayerSlot slot, std::int64_t T, at::ScalarType type,
                                        Workspace& workspace) const {
-  return workspace.take(of, slot, {qkv.size(0), 2 * key_size()}, type);
+  return workspace.take(of, slot, {T, 2 * key_size()}, type);
 }
 
 void AttentionMixer::rotate(const at::Tensor& qkv, const MixerStep& step, bool inverse) const {
   if (step.rope == nullptr) return;
   const auto heads = c_.num_heads + (raw_heads_ > 0 ? c_.num_kv_heads : 0);  // keys of another layer are rotated there
-  ops::rope(qkv, heads, c_.head_dim, step.positions, step.rope->cos(), step.rope->sin(), inverse, c_.rope_interleaved);
+  ops::rope(qkv, heads, c_.head_dim, step.rows.positions, step.rope->cos(), step.rope->sin(), inverse,
+            c_.rope_interleaved);
 }
 
 void AttentionMixer::normalise(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& y,
@@ -145,7 +148,7 @@ void AttentionMixer::share_gradients(const at::Tensor& d_qkv, Workspace& workspa
   const auto own = d_qkv.narrow(1, c_.query_size(), 2 * key_size());
   const auto sums = d_qkv.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const auto shared =
-      keys_values(raw_heads_ > 0 ? layer_ : own_.keys_of, LayerSlot::d_keys_values, d_qkv, sums, workspace);
+      keys_values(raw_heads_ > 0 ? layer_ : own_.keys_of, LayerSlot::d_keys_values, d_qkv.size(0), sums, workspace);
   if (raw_heads_ > 0) own.add_(shared);
   else if (layer_ == last_reader_) shared.copy_(own);
   else shared.add_(own);

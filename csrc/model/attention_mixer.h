@@ -29,7 +29,7 @@ class AttentionMixer : public Mixer {
   void normalise(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& y, const at::Tensor& rstd) const;
   void normalise_heads(const LayerParameters& p, LayerActivations& a) const;
   /// Keys and values [T, 2KH] in `slot` of layer `of`.
-  at::Tensor keys_values(std::int64_t of, LayerSlot slot, const at::Tensor& qkv, at::ScalarType type,
+  at::Tensor keys_values(std::int64_t of, LayerSlot slot, std::int64_t T, at::ScalarType type,
                          Workspace& workspace) const;
   void share_gradients(const at::Tensor& d_qkv, Workspace& workspace) const;
   at::Tensor ones(const at::Tensor& like) const;

@@ -31,6 +31,8 @@ Decoder::Decoder(ModelConfig config, DecoderParameters parameters, distributed::
   for (std::int64_t l = 0; l < config_.num_layers(); ++l) {
     mixers_.push_back(mixer_of(config_, l)), mlps_.push_back(mlp_of(config_, l));
     const auto& layer = config_.layers[static_cast<std::size_t>(l)];
+    if (layer.has_mixer && (layer.is_recurrent || layer.has_own_keys())) last_own_ = l, shares_last_keys_ = false;
+    else shares_last_keys_ = shares_last_keys_ || layer.has_mixer;
     NRL_CHECK_ARG(layer.window >= 0 && layer.rope < static_cast<int>(ropes_.size()), "a layer has window ",
                   layer.window, " and rotary table ", layer.rope, " of ", ropes_.size());
     NRL_CHECK_ARG(
@@ -64,41 +66,63 @@ at::Tensor Decoder::on_device(const at::Tensor& positions) {
 at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& positions, const History& history,
                             std::span<const std::int64_t> rows, ActivationSink& sink, Workspace& workspace,
                             const ops::PackedWeights* packed, RowAdapters adapters) {
-  const std::int64_t T = token_ids.numel(), R = static_cast<std::int64_t>(rows.size()), last = config_.num_layers() - 1;
-  const bool all = are_all(rows, T), stop_early = !all && !sink.keeps();
+  const std::int64_t T = token_ids.numel();
+  const bool all = are_all(rows, T);
+  const auto split = all || sink.keeps()                          ? config_.num_layers()
+                     : history.attends_rows || !shares_last_keys_ ? last_own_
+                                                                  : config_.num_layers() - 1;
   const auto places = on_device(positions);
   auto h = sink.stream(0);
   embed(token_ids, h);
   auto s = scratch(T, {workspace, packed, adapters});
   if (per_layer_) s.per_layer = per_layer_->inputs(parameters_, token_ids, h, workspace);
-  for (std::int64_t l = 0; l <= last; ++l) {
+  for (std::int64_t l = 0; l < split; ++l) {
     auto a = sink.layer(l);
     a.h_in = h;
-    if (l == last && stop_early) {
-      const auto mixed = run_mixer(l, places, history, a, s);
-      const auto index = ops::index_tensor(rows.data(), R, h);
-      at::Tensor of_rows;
-      if (mixed.defined()) {
-        of_rows = workspace.take(Slot::rows_attn, {R, mixed.size(1)}, compute_dtype());
-        at::index_select_out(of_rows, mixed, 0, index);
-      }
-      auto h_rows = workspace.take(Slot::rows_h, {R, config_.hidden_size}, accumulate_dtype());
-      at::index_select_out(h_rows, h, 0, index);
-      a.h_in = h_rows;
-      const auto adapters_of_rows = weights(l, s.context).adapters_of(index);
-      auto s_rows = scratch(R, {workspace, packed, adapters_of_rows});
-      if (per_layer_) s_rows.per_layer = s.per_layer.index_select(0, index);
-      finish_layer(l, of_rows, a, h_rows, s_rows);
-      return h_rows;
-    }
     h = sink.stream(l + 1);
     run_layer(l, places, history, a, h, s);
     sink.put(l, a);
   }
+  if (split < config_.num_layers()) {
+    auto a = sink.layer(split);
+    a.h_in = h;
+    return forward_rows(split, rows, places, history, a, s);
+  }
   LayerActivations behind;
   behind.h_in = h;
   sink.put(config_.num_layers(), behind);
+  const auto R = static_cast<std::int64_t>(rows.size());
   return all ? h : h.index_select(0, ops::index_tensor(rows.data(), R, h));
+}
+
+/// Layer `first`, of which all rows have keys, values and states, and the layers after it, which have none of their
+/// own: the residual stream of the requested rows after the last layer.
+at::Tensor Decoder::forward_rows(std::int64_t first, std::span<const std::int64_t> rows, const at::Tensor& positions,
+                                 const History& history, LayerActivations& a, const Scratch& s) {
+  auto& workspace = s.context.workspace;
+  const auto R = static_cast<std::int64_t>(rows.size());
+  const auto mixed = run_mixer(first, {positions, {}}, history, a, s);
+  const auto h = workspace.take(Slot::rows_h, {R, config_.hidden_size}, accumulate_dtype());
+  if (R == 0) return h;
+  const auto index = ops::index_tensor(rows.data(), R, h);
+  const auto of_rows = [&](const at::Tensor& x, Slot slot) {
+    auto y = workspace.take(slot, {R, x.size(1)}, x.scalar_type());
+    return at::index_select_out(y, x, 0, index);
+  };
+  of_rows(a.h_in, Slot::rows_h);
+  auto mixed_rows = mixed.defined() ? of_rows(mixed, Slot::rows_attn) : mixed;
+  const auto adapters = weights(first, s.context).adapters_of(index);
+  auto s_rows = scratch(R, {workspace, s.context.packed, adapters});
+  if (per_layer_) s_rows.per_layer = s.per_layer.index_select(0, index);
+  const MixerRows of_tokens{positions.index_select(0, index), index, positions.numel()};
+  NothingKept nothing(*this, R, workspace);
+  for (std::int64_t l = first; l < config_.num_layers(); ++l) {
+    if (l > first) a = nothing.layer(l);
+    a.h_in = h;
+    if (l > first) mixed_rows = run_mixer(l, of_tokens, history, a, s_rows);
+    finish_layer(l, mixed_rows, a, h, s_rows);
+  }
+  return h;
 }
 
 Decoder::OwnTokens Decoder::own_tokens(const at::Tensor& token_ids) const {
@@ -147,18 +171,18 @@ Decoder::Scratch Decoder::scratch(std::int64_t T, const ProductContext& context)
 /// a.h_in -> h_out, which may be a.h_in if nothing is kept.
 void Decoder::run_layer(std::int64_t l, const at::Tensor& positions, const History& history, LayerActivations& a,
                         const at::Tensor& h_out, const Scratch& s) {
-  const auto mixed = run_mixer(l, positions, history, a, s);
+  const auto mixed = run_mixer(l, {positions, {}}, history, a, s);
   finish_layer(l, mixed, a, h_out, s);
 }
 
 /// What the layer's output product reads; undefined if the layer has no mixer.
-at::Tensor Decoder::run_mixer(std::int64_t l, const at::Tensor& positions, const History& history, LayerActivations& a,
+at::Tensor Decoder::run_mixer(std::int64_t l, const MixerRows& rows, const History& history, LayerActivations& a,
                               const Scratch& s) {
   if (!has_mixer(l)) return {};
   const auto w = weights(l, s.context);
   w.ask_ahead(&LayerParameters::qkv_weight);
   const auto x = normalised(a.h_in, layer(l).norm_before_attention, a.rstd_in, s.normed);
-  return mixer(l).forward(w, x, a, {positions, rope(l), history, s.context.workspace});
+  return mixer(l).forward(w, x, a, {rows, rope(l), history, s.context.workspace});
 }
 
 const RopeTable* Decoder::rope(std::int64_t l) const {

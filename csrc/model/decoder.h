@@ -48,6 +48,8 @@ class Decoder {
   /// Sets the adapters that all matrix products add, unless a call of forward() passes others. They must outlive the
   /// decoder.
   void add_adapters(const AddedAdapters* added) { added_ = added; }
+  /// Whether the last layers read keys of an earlier one, so that they compute the requested rows alone.
+  bool shares_last_keys() const { return shares_last_keys_; }
   at::Device device() const { return parameters_.flat.device(); }
   at::ScalarType compute_dtype() const { return parameters_.flat.scalar_type(); }
   at::ScalarType accumulate_dtype() const { return compute_dtype() == at::kDouble ? at::kDouble : at::kFloat; }
@@ -63,8 +65,9 @@ class Decoder {
 
   /// Returns the residual stream [R, D] after the last layer, for the R requested `rows`. token_ids and positions are
   /// int64 [T] on the CPU. They may also be on the parameters' device if the ids have been checked and the positions
-  /// reserved. If `sink` keeps nothing, the last layer computes only keys and values for the other rows. `packed`: as
-  /// in ops::linear_forward. `adapters`: the adapters of the T rows.
+  /// reserved. If `sink` keeps nothing, the other rows are computed up to the last keys, values or state that their
+  /// tokens have (`history.attends_rows`: even if later layers read these keys). `packed`: as in ops::linear_forward.
+  /// `adapters`: the adapters of the T rows.
   at::Tensor forward(const at::Tensor& token_ids, const at::Tensor& positions, const History& history,
                      std::span<const std::int64_t> rows, ActivationSink& sink, Workspace& workspace,
                      const ops::PackedWeights* packed = nullptr, RowAdapters adapters = {});
@@ -109,8 +112,10 @@ class Decoder {
   void normalise(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& y, const at::Tensor& rstd) const;
   void run_layer(std::int64_t l, const at::Tensor& positions, const History& history, LayerActivations& a,
                  const at::Tensor& h_out, const Scratch& s);
-  at::Tensor run_mixer(std::int64_t l, const at::Tensor& positions, const History& history, LayerActivations& a,
+  at::Tensor run_mixer(std::int64_t l, const MixerRows& rows, const History& history, LayerActivations& a,
                        const Scratch& s);
+  at::Tensor forward_rows(std::int64_t first, std::span<const std::int64_t> rows, const at::Tensor& positions,
+                          const History& history, LayerActivations& a, const Scratch& s);
   void finish_layer(std::int64_t l, const at::Tensor& mixed, LayerActivations& a, const at::Tensor& h_out,
                     const Scratch& s);
   at::Tensor normalised(const at::Tensor& h, const at::Tensor& weight, const at::Tensor& rstd,
@@ -138,6 +143,8 @@ class Decoder {
   std::unique_ptr<PerLayerInput> per_layer_;
   distributed::Peers* peers_;
   const AddedAdapters* added_ = nullptr;
+  std::int64_t last_own_ = 0;      ///< the last layer with keys, values or states of its own
+  bool shares_last_keys_ = false;  ///< whether a layer after it has attention
 };
 
 }  // namespace nemo_rl::model

@@ -107,7 +107,7 @@ void Decoder::backward_mixer(std::int64_t l, const LayerActivations& a, const at
   if (g.o_bias.defined()) ops::add_column_sums(dy, g.o_bias);
   const auto d_mixed = workspace.take(Slot::d_attn, {T, mixer(l).columns()}, S);
   w.backward_input(&LayerParameters::o_weight, dy, d_mixed);
-  const auto d_product = mixer(l).backward(w, d_mixed, a, wanted, {positions, rope(l), history, workspace});
+  const auto d_product = mixer(l).backward(w, d_mixed, a, wanted, {{positions, {}}, rope(l), history, workspace});
   if (wanted.wants(&LayerParameters::qkv_weight))
     wanted.add(&LayerParameters::qkv_weight, d_product,
                normalised(a.h_in, p.norm_before_attention, {}, workspace.take(Slot::normed, {T, D}, S)), workspace);

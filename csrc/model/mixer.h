@@ -34,15 +34,24 @@ struct RecurrentState {
 /// The context before the tokens of a forward pass, for each kind of layer.
 struct History {
   Attention attention;
-  AttentionBackward attention_backward;           ///< only in training
+  AttentionBackward attention_backward;  ///< only in training
+  /// Whether attention() may be called with the requested rows alone: their sequences' keys lie in a cache.
+  bool attends_rows = false;
   std::vector<ops::RecurrentSequence> sequences;  ///< for recurrent layers; may be empty if there are none
   std::function<RecurrentState(std::int64_t layer)> state;
   ops::ExpertBalance* balance = nullptr;  ///< of the experts, in a backward pass; nullptr: none
 };
 
+/// The rows of a pass that a layer computes.
+struct MixerRows {
+  at::Tensor positions;  ///< [R] of these rows
+  at::Tensor index;      ///< [R] of T rows; undefined: all
+  std::int64_t T = 0;    ///< with `index`
+};
+
 /// What a mixer needs for a forward or backward pass besides its input.
 struct MixerStep {
-  const at::Tensor& positions;
+  const MixerRows& rows;
   const RopeTable* rope;  ///< nullptr: queries and keys are not rotated
   const History& history;
   Workspace& workspace;

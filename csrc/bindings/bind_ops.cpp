@@ -51,11 +51,14 @@ void bind_ops(py::module_& m) {
   m.def(
       "linear_swiglu",
       [](const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
-         const std::optional<at::Tensor>& gate_up, const at::Tensor& act, const ops::PackedWeights* packed) {
-        ops::linear_swiglu(x, w, bias, gate_up.value_or(at::Tensor()), act, packed);
+         const std::optional<at::Tensor>& gate_up, const at::Tensor& act, const ops::PackedWeights* packed,
+         const std::string& activation) {
+        const auto gate = gate_from(activation);
+        py::gil_scoped_release release;
+        ops::linear_swiglu(x, w, bias, gate_up.value_or(at::Tensor()), act, gate, packed);
       },
       py::arg("x"), py::arg("w"), py::arg("bias"), py::arg("gate_up"), py::arg("act"), py::arg("packed") = nullptr,
-      release_gil());
+      py::arg("activation") = "silu");
   m.def(
       "swiglu_forward",
       [](const at::Tensor& gate_up, const at::Tensor& act, const std::string& activation) {

@@ -7,6 +7,7 @@
 #include "common/bfloat16.h"
 #include "common/cpu_capability.h"
 #include "kernels/product_figures.h"
+#include "kernels/swiglu.h"
 
 namespace nemo_rl::kernels {
 
@@ -127,9 +128,9 @@ NRL_DECLARE_PAIR_KERNEL(linear_forward_wide_f32, LinearForwardWide<float, float>
 NRL_DECLARE_TILE_KERNEL(linear_forward_wide_bf16, LinearForwardWide<bfloat16, bfloat16>);
 NRL_DECLARE_TILE_KERNEL(linear_forward_wide_bf16_f32, LinearForwardWide<bfloat16, float>);
 
-/// act[M, I] = silu(gate) · up with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I]: the bits of the product into gate_up
-/// and swiglu_forward of that. Work is cut into LinearTiles(M, 2I, K, kSwigluTileN); half of a tile's columns are
-/// gates, half are ups.
+/// act[M, I] = f(gate) · up, f of `activation`, with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I]: the bits of the
+/// product into gate_up and swiglu_forward of that. Work is cut into LinearTiles(M, 2I, K, kSwigluTileN); half of a
+/// tile's columns are gates, half are ups.
 template <class T, class W = T>
 struct LinearSwigluArgs {
   LinearInput<T> input;
@@ -139,6 +140,7 @@ struct LinearSwigluArgs {
   T* gate_up;     ///< contiguous [M, 2I]; nullptr: not kept
   T* act;         ///< contiguous [M, I]
   std::int64_t I;
+  Gate activation;               ///< silu or gelu_tanh
   const W* up = nullptr;         ///< rows of ups, ldw apart as the gates at w
   std::int64_t first_strip = 0;  ///< whose rows lie at w and at up
 };

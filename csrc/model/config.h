@@ -157,8 +157,8 @@ struct ModelConfig {
 
   /// Rows of the first matrix of an MLP with `width` intermediate columns: gates and ups, or only ups.
   std::int64_t up_rows(std::int64_t width) const { return kernels::has_gate(activation) ? 2 * width : width; }
-  /// Whether gate and up are one fused matrix product with the activation, which reads weights in pairs of rows (silu).
-  bool has_gated_product() const { return activation == kernels::Gate::silu; }
+  /// Whether gate and up are one fused matrix product with the activation, which reads weights in pairs of rows.
+  bool has_gated_product() const { return activation == kernels::Gate::silu || activation == kernels::Gate::gelu_tanh; }
   bool has_experts() const;
   bool has_recurrent() const;
   std::int64_t num_layers() const { return static_cast<std::int64_t>(layers.size()); }

@@ -112,7 +112,7 @@ void LayerWeights::add(const AddedToMatrix& added, const at::Tensor& x, const at
 void LayerWeights::gated_product(MatrixRows m, const at::Tensor& x, const at::Tensor& bias, const at::Tensor& gate_up,
                                  const at::Tensor& act) const {
   if (config_.has_gated_product() && !is_adapted(m))
-    return ops::linear_swiglu(x, dense(m), if_defined(bias), gate_up, act, context_.packed);
+    return ops::linear_swiglu(x, dense(m), if_defined(bias), gate_up, act, config_.activation, context_.packed);
   auto both = gate_up;
   if (!both.defined())
     both = context_.workspace.take(Slot::gate_up, {x.size(0), config_.up_rows(act.size(1))}, x.scalar_type());

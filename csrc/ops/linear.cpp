@@ -260,7 +260,8 @@ void run(const LinearKernels<T, O, W>& with, const at::Tensor& x, const Weights<
 
 template <class T, class W = T>
 void run_swiglu(const SwigluKernels<T, W>& with, const at::Tensor& x, const Weights<W>& w,
-                const std::optional<at::Tensor>& bias, const at::Tensor& gate_up, const at::Tensor& act) {
+                const std::optional<at::Tensor>& bias, const at::Tensor& gate_up, const at::Tensor& act,
+                kernels::Gate activation) {
   constexpr std::int64_t kHalf = kernels::kSwigluTileN / 2;
   const std::int64_t K = x.size(1), I = act.size(1), ldw = w.stride();
   const auto args_of = [&]<class Any>(const kernels::LinearInput<T>& input, std::int64_t m, const Any* gates) {
@@ -271,6 +272,7 @@ void run_swiglu(const SwigluKernels<T, W>& with, const at::Tensor& x, const Weig
                                              gate_up.defined() ? mutable_ptr<T>(gate_up) + m * 2 * I : nullptr,
                                              mutable_ptr<T>(act) + m * I,
                                              I,
+                                             activation,
                                              gates == nullptr ? nullptr : gates + I * ldw};
   };
   const auto unpack = [&](kernels::LinearSwigluArgs<T, W>& args, std::int64_t strip) {
@@ -315,19 +317,20 @@ void forward_on_cpu(const at::Tensor& x, const W& w, const std::optional<at::Ten
 
 template <class W>
 void swiglu_on_cpu(const at::Tensor& x, const W& w, const std::optional<at::Tensor>& bias, const at::Tensor& gate_up,
-                   const at::Tensor& act) {
+                   const at::Tensor& act, kernels::Gate activation) {
   using namespace kernels;
   switch (x.scalar_type()) {
     case at::kFloat:
       return run_swiglu<float>(
           {linear_pack_f32, linear_swiglu_f32, linear_wide_f32, linear_pack_weights_f32, linear_swiglu_wide_f32}, x,
-          Weights<float>(w), bias, gate_up, act);
+          Weights<float>(w), bias, gate_up, act, activation);
     case at::kDouble:
-      return run_swiglu<double>({linear_pack_f64, linear_swiglu_f64}, x, Weights<double>(w), bias, gate_up, act);
+      return run_swiglu<double>({linear_pack_f64, linear_swiglu_f64}, x, Weights<double>(w), bias, gate_up, act,
+                                activation);
     case at::kBFloat16:
       return run_swiglu<bfloat16>(
           {linear_pack_bf16, linear_swiglu_bf16, linear_wide_bf16, linear_pack_weights_bf16, linear_swiglu_wide_bf16},
-          x, Weights<bfloat16>(w), bias, gate_up, act);
+          x, Weights<bfloat16>(w), bias, gate_up, act, activation);
     default:
       throw ArgumentError(detail::concat("linear_swiglu: no product of ", c10::toString(x.scalar_type())));
   }
@@ -450,7 +453,7 @@ void forward_where_blocks_lie(kernels::LinearForwardBlocks<O>* kernel, const at:
 }
 
 void swiglu_where_blocks_lie(const at::Tensor& x, const BlockMatrix& w, const std::optional<at::Tensor>& bias,
-                             const at::Tensor& gate_up, const at::Tensor& act) {
+                             const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation) {
   run_packed<bfloat16>(packing_for(w), x, w.rows(), kernels::kSwigluTileN,
                        [&](const kernels::LinearInput<bfloat16>& input, std::int64_t m, std::int64_t begin,
                            std::int64_t end, bool more) {
@@ -462,7 +465,8 @@ void swiglu_where_blocks_lie(const at::Tensor& x, const BlockMatrix& w, const st
                              bias ? ptr<bfloat16>(*bias) : nullptr,
                              gate_up.defined() ? mutable_ptr<bfloat16>(gate_up) + m * 2 * I : nullptr,
                              mutable_ptr<bfloat16>(act) + m * I,
-                             I};
+                             I,
+                             activation};
                          kernels::linear_swiglu_blocks_bf16(args, {w.format(), w.tiles()}, begin, end, more);
                        });
 }
@@ -488,7 +492,7 @@ void forward_blocks(const at::Tensor& x, const BlockMatrix& w, const std::option
 }
 
 void swiglu_blocks(const at::Tensor& x, const BlockMatrix& w, const std::optional<at::Tensor>& bias,
-                   const at::Tensor& gate_up, const at::Tensor& act) {
+                   const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation) {
   const std::int64_t M = x.size(0), I = w.rows() / 2;
   const auto is = [&](const at::Tensor& t, std::int64_t columns) {
     return t.scalar_type() == x.scalar_type() && t.is_contiguous() && t.sizes() == at::IntArrayRef({M, columns});
@@ -501,15 +505,15 @@ void swiglu_blocks(const at::Tensor& x, const BlockMatrix& w, const std::optiona
   if (x.is_cuda() || I % kernels::kBlockTileRows != 0) {  // the first row of ups may lie within a tile
     const auto both = gate_up.defined() ? gate_up : at::empty({M, 2 * I}, act.options());
     forward_blocks(x, w, bias, both, /*accumulate=*/false);
-    return swiglu_forward(both, act);
+    return swiglu_forward(both, act, activation);
   }
-  if (reads_blocks(x, w)) return swiglu_where_blocks_lie(x, w, bias, gate_up, act);
+  if (reads_blocks(x, w)) return swiglu_where_blocks_lie(x, w, bias, gate_up, act, activation);
   if (are_mixed(x))
     return run_swiglu<bfloat16, float>(
         {kernels::linear_pack_bf16, kernels::linear_swiglu_mixed_bf16, kernels::linear_wide_bf16,
          kernels::linear_pack_weights_f32, kernels::linear_swiglu_wide_bf16},
-        x, Weights<float>(w), bias, gate_up, act);
-  swiglu_on_cpu(x, w, bias, gate_up, act);
+        x, Weights<float>(w), bias, gate_up, act, activation);
+  swiglu_on_cpu(x, w, bias, gate_up, act, activation);
 }
 
 void backward_input_blocks(const at::Tensor& dy, const BlockMatrix& w, const at::Tensor& dx, bool accumulate) {
@@ -545,9 +549,13 @@ void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optiona
 }
 
 void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
-                   const at::Tensor& gate_up, const at::Tensor& act, const PackedWeights* packed) {
+                   const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation,
+                   const PackedWeights* packed) {
+  NRL_CHECK_ARG(activation == kernels::Gate::silu || activation == kernels::Gate::gelu_tanh,
+                "linear_swiglu: the activation must be silu or gelu_tanh");
   check_matrix(x, x, "x", "linear_swiglu");
-  if (in_blocks(w)) return swiglu_blocks(x, checked_blocks(x, w, x.size(1), "linear_swiglu"), bias, gate_up, act);
+  if (in_blocks(w))
+    return swiglu_blocks(x, checked_blocks(x, w, x.size(1), "linear_swiglu"), bias, gate_up, act, activation);
   check_matrix(w, x, "w", "linear_swiglu");
   const std::int64_t M = x.size(0), I = w.size(0) / 2;
   const auto is = [&](const at::Tensor& t, std::int64_t columns) {
@@ -561,11 +569,11 @@ void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional
   if (x.is_cuda()) {  // the two ops, by definition the same bits
     const auto both = gate_up.defined() ? gate_up : at::empty({M, 2 * I}, act.options());
     linear_forward(x, w, bias, both);
-    return swiglu_forward(both, act);
+    return swiglu_forward(both, act, activation);
   }
   if (const auto* copy = packed_copy(packed, w, M, /*gated=*/true))
-    return packed_weights_swiglu(x, *copy, bias, gate_up, act);
-  swiglu_on_cpu(x, w, bias, gate_up, act);
+    return packed_weights_swiglu(x, *copy, bias, gate_up, act, activation);
+  swiglu_on_cpu(x, w, bias, gate_up, act, activation);
 }
 
 void linear_ask_ahead(const at::Tensor& w, bool gated, const PackedWeights* packed) {

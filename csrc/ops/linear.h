@@ -20,11 +20,12 @@ class PackedWeights;  // ops/packed_weights.h
 void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
                     const at::Tensor& y, bool accumulate = false, const PackedWeights* packed = nullptr);
 
-/// act[M, I] = silu(gate) · up with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I], in one pass: the same bits as
-/// linear_forward into gate_up and swiglu_forward of it. gate_up [M, 2I] is written when it is defined. All in one
-/// dtype, but w where it lies in blocks.
+/// act[M, I] = f(gate) · up, f silu or gelu_tanh, with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I], in one pass: the
+/// same bits as linear_forward into gate_up and swiglu_forward of it. gate_up [M, 2I] is written when it is defined.
+/// All in one dtype, but w where it lies in blocks.
 void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
-                   const at::Tensor& gate_up, const at::Tensor& act, const PackedWeights* packed = nullptr);
+                   const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation,
+                   const PackedWeights* packed = nullptr);
 
 /// The next product reads w (of linear_swiglu: `gated`): threads of a team (runtime/team.h) that wait for it read their
 /// part into their caches.

@@ -101,7 +101,7 @@ void packed_weights_forward(const at::Tensor& x, const PackedWeights::Matrix& w,
 }
 
 void packed_weights_swiglu(const at::Tensor& x, const PackedWeights::Matrix& w, const std::optional<at::Tensor>& bias,
-                           const at::Tensor& gate_up, const at::Tensor& act) {
+                           const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation) {
   const auto input = packed_rows(x);
   const kernels::LinearSwigluArgs<bfloat16> args{input,
                                                  nullptr,
@@ -109,7 +109,8 @@ void packed_weights_swiglu(const at::Tensor& x, const PackedWeights::Matrix& w, 
                                                  bias_of(bias),
                                                  gate_up.defined() ? mutable_ptr<bfloat16>(gate_up) : nullptr,
                                                  mutable_ptr<bfloat16>(act),
-                                                 w.N / 2};
+                                                 w.N / 2,
+                                                 activation};
   over_tiles(input, w.N, 2 * kStrip, [&](std::int64_t begin, std::int64_t end) {
     kernels::packed_weights_swiglu_bf16(args, w.view(), begin, end);
   });

@@ -50,6 +50,6 @@ class PackedWeights {
 void packed_weights_forward(const at::Tensor& x, const PackedWeights::Matrix& w, const std::optional<at::Tensor>& bias,
                             const at::Tensor& y, bool accumulate);
 void packed_weights_swiglu(const at::Tensor& x, const PackedWeights::Matrix& w, const std::optional<at::Tensor>& bias,
-                           const at::Tensor& gate_up, const at::Tensor& act);
+                           const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation);
 
 }  // namespace nemo_rl::ops

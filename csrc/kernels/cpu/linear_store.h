@@ -78,7 +78,8 @@ struct StoreSwiglu {
       T gate[kLanes], up[kLanes], act[kLanes];  // rounded to T, as when they are stored
       round(sums + j, p.bias ? p.bias + i : nullptr, present, gate);
       round(sums + kHalf + j, p.bias ? p.bias + p.I + i : nullptr, present, up);
-      forward_lanes<Gate::silu, true>(gate, up, act);
+      if (p.activation == Gate::silu) forward_lanes<Gate::silu, true>(gate, up, act);
+      else forward_lanes<Gate::gelu_tanh, true>(gate, up, act);
       put(act, present, p.act + m * p.I + i);
       if (p.gate_up) {
         put(gate, present, p.gate_up + m * 2 * p.I + i);

@@ -107,18 +107,19 @@ def test_matrix_product_split_into_several_buffers_of_rows_is_bit_identical(dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("M,I,K", [(1, 16, 32), (2, 5, 7), (3, 33, 48), (70, 48, 64), (300, 40, 96), (401, 100, 1030)])
-def test_fused_linear_swiglu_is_bit_identical_to_linear_followed_by_swiglu(M, I, K, dtype, bias):  # noqa: E741
+def test_fused_linear_swiglu_is_bit_identical_to_linear_followed_by_swiglu(M, I, K, activation, dtype, bias):  # noqa: E741
     x, w, b = tensors(M, 2 * I, K, dtype)
     b = b if bias else None
     gate_up, act = torch.empty(M, 2 * I, dtype=dtype), torch.empty(M, I, dtype=dtype)
     C.linear_forward(x, w, b, gate_up)
-    C.swiglu_forward(gate_up, act)
+    C.swiglu_forward(gate_up, act, activation)
 
     def compare():
         kept, joined, alone = torch.empty_like(gate_up), torch.empty_like(act), torch.empty_like(act)
-        C.linear_swiglu(x, w, b, kept, joined)
-        C.linear_swiglu(x, w, b, None, alone)
+        C.linear_swiglu(x, w, b, kept, joined, activation=activation)
+        C.linear_swiglu(x, w, b, None, alone, activation=activation)
         assert torch.equal(kept, gate_up) and torch.equal(joined, act) and torch.equal(alone, act)
 
     on_threads(compare, (1, 2))

@@ -43,15 +43,16 @@ def test_linear_layer_is_bit_identical_with_and_without_packed_weights(rows, N, 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 12, 13, 16, 17, 40, 63, 64, 65])
 @pytest.mark.parametrize("bias", [False, True])
-def test_fused_linear_swiglu_is_bit_identical_with_and_without_packed_weights(rows, bias):
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_fused_linear_swiglu_is_bit_identical_with_and_without_packed_weights(rows, activation, bias):
     I, K = 160, 200  # noqa: E741
     x, w, b = normal(rows, K), normal(2 * I, K, seed=1, scale=0.1), normal(2 * I, seed=2) if bias else None
     packed, results = pack(w, gated=True), []
     assert packed.holds(w) == (ROWS > 0)
     for use in (packed, C.PackedWeights()):
         gate_up, act, alone = (torch.empty(rows, size).bfloat16() for size in (2 * I, I, I))
-        C.linear_swiglu(x, w, b, gate_up, act, use)
-        C.linear_swiglu(x, w, b, None, alone, use)
+        C.linear_swiglu(x, w, b, gate_up, act, use, activation)
+        C.linear_swiglu(x, w, b, None, alone, use, activation)
         assert torch.equal(bits(act), bits(alone))
         results.append((bits(gate_up), bits(act)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

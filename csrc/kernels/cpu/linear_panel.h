@@ -74,6 +74,11 @@ struct Ahead {
 template <class T, int kColumns>
 constexpr int kBytesOfQuads = 4 * Terms<T>::kPerWord * kColumns * static_cast<int>(sizeof(T));
 
+/// Whether words of w come from registers where each serves one product: Zen 4 reads three words into all lanes while
+/// it multiplies four.
+template <class T>
+constexpr bool kShufflesQuads = Terms<T>::kOrder == SumOrder::pairs;
+
 /// out[c][kVectors * kLanes] = the sums of kVectors vectors of rows and columns w[0, kColumns).
 template <class T, int kVectors, int kColumns>
 [[gnu::always_inline]] inline void row_tile(const typename Terms<T>::Word* x, const T* const* w, std::int64_t K,
@@ -96,8 +101,16 @@ template <class T, int kVectors, int kColumns>
   for (; k + 4 * X::kPerWord <= K; k += 4 * X::kPerWord) {
     for (int offset = 0; offset < kBytesOfQuads<T, kColumns>; offset += 64) __builtin_prefetch(ahead.at + offset, 0, 2);
     ahead.at += ahead.step;
+    if constexpr (kVectors == 1 && kShufflesQuads<T>) {
+      V quads[kColumns];
+      for (int c = 0; c < kColumns; ++c) quads[c] = X::quad(w[c] + k);
+      [&]<int... u>(std::integer_sequence<int, u...>) __attribute__((always_inline)) {
+        (multiply([&](int c) { return X::template of_quad<u>(quads[c]); }), ...);
+      }(std::make_integer_sequence<int, 4>{});
+    } else {
 #pragma GCC unroll 4
-    for (int u = 0; u < 4; ++u) multiply([&](int c) { return X::quad_weight(w[c] + k, u); });
+      for (int u = 0; u < 4; ++u) multiply([&](int c) { return X::quad_weight(w[c] + k, u); });
+    }
   }
   for (; k < K; k += X::kPerWord) {
     const int terms = static_cast<int>(smaller<std::int64_t>(K - k, X::kPerWord));

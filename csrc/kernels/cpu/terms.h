@@ -74,6 +74,15 @@ struct Terms<bfloat16> {
     __builtin_memcpy(&pair, w + 2 * u, sizeof(pair));
     return V(pair);
   }
+  /// The quad at w in every 128 bits, and its word u in every lane.
+  NRL_VEC static V quad(const bfloat16* w) {
+    return of_bits(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w))));
+  }
+  template <int u>
+  NRL_VEC static V of_quad(V quad) {
+    quad.part[0] = _mm512_permute_ps(quad.part[0], 0x55 * u);
+    return quad;
+  }
   NRL_VEC static V multiply_add(V a, V b, V c) {
     using Pairs = Register<std::uint32_t>;
     c.part[0] = fma(reinterpret_cast<Pairs>(a.part[0]), reinterpret_cast<Pairs>(b.part[0]), c.part[0]);

@@ -78,8 +78,8 @@ at::Tensor LatentAttention::normalised(const LayerParameters& p, const Latent& l
 /// Rotates the last R dimensions of all query and key heads.
 void LatentAttention::rotate(const at::Tensor& qkv, const MixerStep& step, bool inverse) const {
   const std::int64_t heads = 2 * c_.num_heads, columns = (heads - 1) * c_.head_dim + s_.rope_dim;
-  ops::rope(qkv.narrow(1, nope_dim(), columns), heads, c_.head_dim, step.rows.positions, step.rope->cos(), step.rope->sin(),
-            inverse, c_.rope_interleaved);
+  ops::rope(qkv.narrow(1, nope_dim(), columns), heads, c_.head_dim, step.rows.positions, step.rope->cos(),
+            step.rope->sin(), inverse, c_.rope_interleaved);
 }
 
 at::Tensor LatentAttention::forward(const LayerWeights& w, const at::Tensor& x, LayerActivations& a,

@@ -1,5 +1,6 @@
-// The gated product: act = f(x · w_gate^T) · (x · w_up^T), f silu or gelu by tanh. A tile holds as many gates as ups, so that the activation
-// is computed while both are at hand. The same operations as linear_forward followed by swiglu_forward: the same bits.
+// The gated product: act = f(x · w_gate^T) · (x · w_up^T), f silu or gelu by tanh. A tile holds as many gates as ups,
+// so that the activation is computed while both are at hand. The same operations as linear_forward followed by
+// swiglu_forward: the same bits.
 #include "kernels/cpu/linear_store.h"
 #include "kernels/cpu/linear_wide.h"
 #include "kernels/cpu/packed_strip.h"

@@ -138,7 +138,7 @@ TEST(TileProducts, SwigluKernelForManyRowsIsBitIdenticalToTheKernelForFewRows) {
     const LinearInput<bfloat16> input{x.data(), K, M, K, packed_x.get(), static_cast<float*>(room.get())};
     std::vector<bfloat16> few(static_cast<std::size_t>(M * I)), many(few.size());
     with.pack(input, 0, (M + kLinearTileM - 1) / kLinearTileM);
-    with.swiglu({input, w.data(), K, nullptr, nullptr, few.data(), I, w.data() + I * K}, 0,
+    with.swiglu({input, w.data(), K, nullptr, nullptr, few.data(), I, Gate::silu, w.data() + I * K}, 0,
                 LinearTiles(M, 2 * I, K, kSwigluTileN).count(), false);
     auto* const to = static_cast<float*>(packed_w.get());
     pack_strips(
@@ -149,7 +149,7 @@ TEST(TileProducts, SwigluKernelForManyRowsIsBitIdenticalToTheKernelForFewRows) {
         },
         to);
     in_chunks(with, M, K, strips, to, [&](const LinearWideTile& tile) {
-      with.swiglu_wide({input, w.data(), K, nullptr, nullptr, many.data(), I, w.data() + I * K}, tile);
+      with.swiglu_wide({input, w.data(), K, nullptr, nullptr, many.data(), I, Gate::silu, w.data() + I * K}, tile);
     });
     ASSERT_EQ(std::memcmp(few.data(), many.data(), few.size() * sizeof(bfloat16)), 0) << with.name;
   }
@@ -199,7 +199,7 @@ TEST(TileProducts, SwigluKernelRoundsTheSumsOfTheMatrixProduct) {
     const LinearInput<bfloat16> input{x.data(), K, M, K, packed.get(), static_cast<float*>(room.get())};
     with.pack(input, 0, 1);
     std::vector<bfloat16> gate_up(static_cast<std::size_t>(M * 2 * I)), act(static_cast<std::size_t>(M * I));
-    with.swiglu({input, w.data(), K, nullptr, gate_up.data(), act.data(), I, w.data() + I * K}, 0,
+    with.swiglu({input, w.data(), K, nullptr, gate_up.data(), act.data(), I, Gate::silu, w.data() + I * K}, 0,
                 LinearTiles(M, 2 * I, K, kSwigluTileN).count(), false);
     for (std::size_t i = 0; i < gate_up.size(); ++i)
       ASSERT_EQ(gate_up[i].bits, bfloat16(sums[i]).bits) << with.name << " " << i;
@@ -317,7 +317,7 @@ TEST(TileProducts, SwigluWithWeightsPackedIn12BitsIsBitIdenticalToSwigluWithBflo
       with.packed_pack_rows(input);
       with.packed_swiglu({input, nullptr, 0, nullptr, nullptr, packed.data(), I}, copy.matrix, 0, I / kPackedStrip);
       with.pack(input, 0, 1);
-      with.swiglu({input, w.data(), K, nullptr, nullptr, act.data(), I, w.data() + I * K}, 0,
+      with.swiglu({input, w.data(), K, nullptr, nullptr, act.data(), I, Gate::silu, w.data() + I * K}, 0,
                   LinearTiles(M, 2 * I, K, kSwigluTileN).count(), false);
       ASSERT_EQ(std::memcmp(packed.data(), act.data(), act.size() * sizeof(bfloat16)), 0) << with.name << " " << M;
     }

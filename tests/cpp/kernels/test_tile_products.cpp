@@ -315,7 +315,8 @@ TEST(TileProducts, SwigluWithWeightsPackedIn12BitsIsBitIdenticalToSwigluWithBflo
       LinearInput<bfloat16> input{x.data(), K, M, K, rows.get(), static_cast<float*>(room.get())};
       std::vector<bfloat16> packed(static_cast<std::size_t>(M * I)), act(packed.size());
       with.packed_pack_rows(input);
-      with.packed_swiglu({input, nullptr, 0, nullptr, nullptr, packed.data(), I}, copy.matrix, 0, I / kPackedStrip);
+      with.packed_swiglu({input, nullptr, 0, nullptr, nullptr, packed.data(), I, Gate::silu}, copy.matrix, 0,
+                         I / kPackedStrip);
       with.pack(input, 0, 1);
       with.swiglu({input, w.data(), K, nullptr, nullptr, act.data(), I, Gate::silu, w.data() + I * K}, 0,
                   LinearTiles(M, 2 * I, K, kSwigluTileN).count(), false);

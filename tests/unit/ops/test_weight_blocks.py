@@ -172,12 +172,12 @@ def forward(x, w, n, bias, dtype, add_to):
     C.linear_forward(x, w, bias, y, add_to is not None)
     return y
 
-def gated(x, w, i, bias, keep):
+def gated(x, w, i, bias, keep, activation):
     gate_up, act = torch.empty(len(x), 2 * i, dtype=x.dtype), torch.empty(len(x), i, dtype=x.dtype)
     if w.dtype == torch.float32 and x.dtype == torch.bfloat16:
-        C.swiglu_forward(gate_up.copy_(forward(x, w, 2 * i, bias, x.dtype, None)), act)
+        C.swiglu_forward(gate_up.copy_(forward(x, w, 2 * i, bias, x.dtype, None)), act, activation)
     else:
-        C.linear_swiglu(x, w, bias, gate_up if keep else None, act)
+        C.linear_swiglu(x, w, bias, gate_up if keep else None, act, activation=activation)
     return torch.cat([gate_up, act], 1) if keep else act
 
 def backward(dy, w, k, dtype, add_to):
@@ -206,8 +206,8 @@ def check(MOST, ROWS, THREADS, SHAPES):
                 if whole is not None:
                     same(y, whole[:rows], "rows", *where)
                 same(forward(a, blocks, N, bias, torch.float32, h[:rows, :N]), forward(a, w, N, bias, torch.float32, h[:rows, :N]), *where)
-                for keep in (True, False):
-                    same(gated(a, blocks, N // 2, bias, keep), gated(a, w, N // 2, bias, keep), "gated", *where)
+                for how in ((True, "silu"), (False, "silu"), (False, "gelu_tanh")):
+                    same(gated(a, blocks, N // 2, bias, *how), gated(a, w, N // 2, bias, *how), "gated", *where)
                 for out in (dtype, torch.float32):
                     same(backward(dy[:rows], blocks, K, out, None), backward(dy[:rows], of_backward, K, out, None), "backward", *where)
                 same(backward(dy[:rows], blocks, K, torch.float32, h[:rows, :K]), backward(dy[:rows], of_backward, K, torch.float32, h[:rows, :K]), *where)

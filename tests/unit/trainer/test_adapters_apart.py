@@ -23,6 +23,7 @@ from test_adapters import (
 from test_adapters import adapted as merged
 from test_gradient_invariance import CONFIG, groups_batch
 from threads import on_threads
+from tiny_layers import LAYERS
 
 TOKENS = torch.arange(1, 60)
 TYPES = [torch.float32, torch.bfloat16]
@@ -196,8 +197,9 @@ def sampled(runner, requests):
         ((ALL, SOME), {}),
         ((ALL_OF_RECURRENT, SOME_OF_RECURRENT), RECURRENT),
         ((ALL_OF_MIXTURE, [name for name in ALL_OF_MIXTURE if "experts" in name]), MIXTURE),
+        ((ALL, SOME), {"model_type": "gemma4_text", **LAYERS["gemma4_text"], "vocab_size_per_layer_input": 64}),
     ],
-    ids=["attention", "recurrent", "mixture"],
+    ids=["attention", "recurrent", "mixture", "shared keys"],
 )
 def test_generation_with_several_lora_adapters_in_a_batch_is_bit_identical_to_each_alone(
     dtype, packed, targets, changes

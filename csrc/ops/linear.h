@@ -2,6 +2,7 @@
 #pragma once
 #include <optional>
 
+#include "kernels/swiglu.h"
 #include "runtime/cuda_dispatch.h"
 
 namespace nemo_rl::ops {

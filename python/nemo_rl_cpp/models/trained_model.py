@@ -297,10 +297,11 @@ class TrainedModel:
                 raise
             if begin == 0 and after_first is not None:
                 after_first(result)
-            lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
+            settings = {"lr": self.schedule.lr, "wd": self.schedule.weight_decay}
             if not eval_mode:
-                updates.norms.append(self._step(batch, lr, weight_decay))
-            updates.add(result, {"lr": lr, "wd": weight_decay})
+                updates.norms.append(self._step(batch, *settings.values()))
+                settings["grad_norm"] = updates.norms[-1]
+            updates.add(result, settings)
         if not eval_mode:
             self.schedule.step()
         return updates

@@ -200,6 +200,16 @@ def test_training_metrics_do_not_depend_on_the_micro_batch_size():
             assert got[name] == pytest.approx(value, rel=2e-5, abs=2e-6), name
 
 
+def test_gradient_norm_is_the_mean_over_updates_with_a_valid_sample():
+    policy = make_policy()
+    data = make_data(policy, rows=48)
+    data["sample_mask"][16:32] = 0
+    result = policy.train(data, LOSS, gbs=16)
+    first, masked, last = result["grad_norm"].tolist()
+    assert masked == 0 < min(first, last)
+    assert training_metrics(result)["grad_norm"] == pytest.approx((first + last) / 2, rel=1e-6)
+
+
 def adamw(moments, remainders):
     """Return the section `optimizer`: AdamW with moments of the dtype `moments`, and with master weights stored as
     remainders if `remainders`."""

@@ -34,8 +34,8 @@ class Updates:
     zero_gradient_tokens: int = 0
 
     def add(self, result: GlobalBatchResult, settings: dict[str, float]) -> None:
-        """Append the result of one global batch. `settings` (`lr`, `wd`) are added to the metrics of each of its
-        micro-batches."""
+        """Append the result of one global batch. `settings` (`lr`, `wd`, `grad_norm`) are added to the metrics of each
+        of its micro-batches."""
         self.blocks.append(result.blocks)
         self.losses.append(result.losses)
         self.metrics.append([metrics | settings for metrics in result.metrics])
@@ -76,7 +76,7 @@ def _in_block_order(parts: Sequence[Updates], of_ranks: Sequence[list[list[Value
     return joined
 
 
-_OF_GLOBAL_BATCH = {"lr", "wd", "global_valid_seqs", "global_valid_toks"}
+_OF_GLOBAL_BATCH = {"lr", "wd", "grad_norm", "global_valid_seqs", "global_valid_toks"}
 _NUMERATOR = "token_mult_prob_error_sum"
 
 
@@ -86,9 +86,9 @@ def collect_metrics(global_batches: list[list[dict[str, float]]]) -> dict[str, l
 
     Most metrics have one value per micro-batch, the metric divided by the number of global batches; minima and maxima
     are not divided. NeMo RL also counts global batches without a valid sample: if one of two is such, a ratio that is 1
-    at every token becomes 0.5. Metrics of a global batch (`lr`, `wd`, the counts of valid samples and tokens, and
-    `token_mult_prob_error_sum`, which is summed) have one value per global batch, so that their mean does not depend on
-    the size of micro-batches."""
+    at every token becomes 0.5. Metrics of a global batch (`lr`, `wd`, `grad_norm`, the counts of valid samples and
+    tokens, and `token_mult_prob_error_sum`, which is summed) have one value per global batch, so that their mean does
+    not depend on the size of micro-batches."""
     collected: dict[str, list[float]] = {}
     valid = [[each for each in batch if each.get("num_valid_samples", 1) != 0] for batch in global_batches]
     number = sum(bool(kept) for kept in valid)

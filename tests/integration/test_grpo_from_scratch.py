@@ -52,6 +52,13 @@ def test_trainer_and_engine_logprobs_are_equal_with_top_p_and_top_k():
     assert removed.any() and torch.isfinite(logprobs).all() and trainer.step(0.0) > 0
 
 
+@pytest.mark.parametrize("given", [None, {"input_ids": [[4, 5]]}])
+def test_trainer_rejects_a_batch_that_no_engine_returned(given):
+    trainer = nemo_rl_cpp.Trainer(nemo_rl_cpp.Model("tiny-random"))
+    with pytest.raises(ValueError, match="expected a RaggedBatch, such as Engine.sample returns"):
+        trainer.forward_backward(given, lambda logprobs: -logprobs.sum())
+
+
 def test_trainer_and_engine_accept_and_reject_the_same_sampling_settings():
     model = nemo_rl_cpp.Model("tiny-random", initializer_range=0.5)
     for rule in ({"temperature": 0.0}, {"temperature": 0.0, "top_p": 0.5}, {"top_k": -1}, {"top_k": None}):

@@ -115,6 +115,8 @@ class Trainer:
         prompt shared by several responses is computed once.
 
         Return (loss, log-probabilities). Raise ValueError if the loss is not a scalar, or is infinite or NaN."""
+        if not isinstance(batch, RaggedBatch):
+            raise ValueError(f"batch is {in_a_line(batch)}: expected a RaggedBatch, such as Engine.sample returns")
         wanted = wanted_tokens(batch)
         rows = (batch.by_sample(wanted.int()) > 0).nonzero().flatten().tolist()
         logprobs = torch.zeros(batch.num_tokens, dtype=self._native.out_dtype)

@@ -268,6 +268,7 @@ def connect_hooks(run: TrainingRun) -> None:
     run.before_training = [
         lambda result: ending.timeout.mark_iteration(),
         *([validation.at_start] if validation else []),
+        lambda result: ending.decide(result) if result.step else None,  # a resumed run may begin with a validation
         log.validation,
         terminal.validation,
         saver.check_metric_names,

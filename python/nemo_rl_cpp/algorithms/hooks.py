@@ -87,15 +87,19 @@ class Validation:
     timer: Timer
 
     def at_start(self, result: StepResult) -> None:
-        if result.step == 0 and self.validator.loop.val_at_start and not result.state.finished:
+        first = result.step == 0 and self.validator.loop.val_at_start and not result.state.finished
+        if first or result.state.owes_validation:
             result.validation = self.run(result.state)
 
     def after_step(self, result: StepResult) -> None:
-        if not result.interrupted and self.validator.due(result.step, is_last=result.state.finished):
-            result.validation = self.run(result.state)
+        if self.validator.due(result.step, is_last=result.state.finished):
+            result.state.owes_validation = result.interrupted
+            if not result.interrupted:
+                result.validation = self.run(result.state)
 
     def run(self, state: TrainState) -> ValidationResult:
         """Validate the current weights, and record the result in `state` as the latest, and perhaps as the best."""
+        state.owes_validation = False
         with self.timer("validation"):
             self.collector.settle()
             self.collector.refit.sync_weights(timer=self.timer)

@@ -355,6 +355,10 @@ def make_validation(
         if loop.stop_at_validation_metric is not None:
             key = f"{loop.section_name}.stop_at_validation_metric={loop.stop_at_validation_metric}"
             raise ValueError(f"{key} needs validation data, and there is none: set data.validation, or the key to null")
+        for key in ("val_at_start", "val_at_end"):
+            if getattr(loop, key) and key in loop.model_fields_set:
+                text = f"{loop.section_name}.{key} is true, but no validation runs without data: set data.validation"
+                say_once("warning", text)
         return None
     sizes = [size for size in (loop.val_batch_size, loop.max_val_samples, len(rows)) if size is not None]
     loader = StatefulDataLoader(rows, min(sizes))  # in the order of the data

@@ -23,6 +23,7 @@ class TrainState:
     best_metric_step: int | None = None
     log_dir: str | None = None
     stop_reason: str | None = None
+    owes_validation: bool = False  # an interrupted step skipped its validation, which the resumed run begins with
     max_num_steps: int | None = field(default=None, metadata={"saved": False})
     max_num_epochs: int | None = field(default=None, metadata={"saved": False})
 

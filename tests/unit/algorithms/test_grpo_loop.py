@@ -110,8 +110,9 @@ def test_resuming_a_finished_grpo_run_performs_no_training_step(tmp_path):
     assert policy.events == [] and again.state.step == 2
 
 
-def test_ctrl_c_ends_the_run_after_the_current_step_with_a_checkpoint(tmp_path):
-    run = make(tmp_path, "grpo.max_num_steps=50", "checkpointing.save_period=50")
+def interrupted_in_step_2(folder, *overrides):
+    """Return a run that Ctrl-C ended during its second step."""
+    run = make(folder, "grpo.max_num_steps=50", "checkpointing.save_period=50", *overrides)
     step = run.policy.train
 
     def train_and_interrupt(*args, **kwargs):
@@ -120,7 +121,11 @@ def test_ctrl_c_ends_the_run_after_the_current_step_with_a_checkpoint(tmp_path):
         return step(*args, **kwargs)
 
     run.policy.train = train_and_interrupt
-    train(run)
+    return train(run)
+
+
+def test_ctrl_c_ends_the_run_after_the_current_step_with_a_checkpoint(tmp_path):
+    run = interrupted_in_step_2(tmp_path)
     assert run.state.step == 2 and run.state.stop_reason == "interrupted"
     assert (tmp_path / "checkpoints" / "step_2").is_dir()
     assert "interrupted" in (run.log_dir / "report.html").read_text()
@@ -146,6 +151,24 @@ def test_validation_runs_at_the_start_after_every_val_period_steps_and_at_the_en
     assert [row["step"] for row in run.validations] == [0, 2, 3]
     assert sorted(logged(run, "validation/")) == [0, 2, 3]
     assert (run.log_dir / "val_data_step0.jsonl").exists()
+
+
+@pytest.mark.parametrize("threshold, validated", [(2.0, [2, 4]), (-1.0, [2])])
+def test_validation_that_ctrl_c_skipped_is_the_first_thing_that_the_resumed_run_does(threshold, validated, tmp_path):
+    stop = ("grpo.stop_at_validation_metric=accuracy", f"grpo.stop_at_validation_threshold={threshold}")
+    keys = ("grpo.val_period=2", "grpo.val_at_end=false", *stop)
+    assert interrupted_in_step_2(tmp_path, *keys).validations == []
+    policy = Policy()
+    policy.version = 2
+    run = train(make(tmp_path, "grpo.max_num_steps=4", "checkpointing.save_period=50", *keys, policy=policy))
+    assert [row["step"] for row in run.validations] == validated and run.state.step == validated[-1]
+    assert sorted(logged(run, "validation/")) == validated
+
+
+def test_validation_at_the_start_or_end_without_validation_data_is_a_warning(tmp_path, capfd):
+    with tiny.make(tmp_path, *tiny.SMALL, "data.validation=null", "grpo.val_at_start=true") as run:
+        assert run.validation is None
+    assert "grpo.val_at_start is true, but no validation runs without data" in capfd.readouterr().err
 
 
 def test_grpo_run_saves_a_checkpoint_and_ends_if_validation_reaches_the_threshold(tmp_path):

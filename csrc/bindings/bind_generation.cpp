@@ -146,10 +146,11 @@ GenerationArrays resume(Engine& engine, const py::object& on_finished) {
 py::dict metrics_dict(const EngineMetrics& m) {
   using namespace py::literals;
   return py::dict("steps"_a = m.steps, "generated_tokens"_a = m.generated_tokens, "prefill_tokens"_a = m.prefill_tokens,
-                  "decode_tokens"_a = m.decode_tokens, "shared_prompt_tokens"_a = m.shared_prompt_tokens,
-                  "sequence_steps"_a = m.sequence_steps, "peak_blocks"_a = m.peak_blocks,
-                  "preemptions"_a = m.preemptions, "forward_seconds"_a = m.forward_seconds,
-                  "sampling_seconds"_a = m.sampling_seconds);
+                  "decode_tokens"_a = m.decode_tokens, "draft_tokens"_a = m.draft_tokens,
+                  "accepted_draft_tokens"_a = m.accepted_draft_tokens,
+                  "shared_prompt_tokens"_a = m.shared_prompt_tokens, "sequence_steps"_a = m.sequence_steps,
+                  "peak_blocks"_a = m.peak_blocks, "preemptions"_a = m.preemptions,
+                  "forward_seconds"_a = m.forward_seconds, "sampling_seconds"_a = m.sampling_seconds);
 }
 
 py::tuple scored_tensors(const std::vector<ops::SampledToken>& rows) {
@@ -253,6 +254,7 @@ void bind_model_runner(py::module_& m) {
                                                         pack_after(packed_weights));
            }),
            py::arg("model"), py::arg("enforce_eager") = false, py::arg("packed_weights") = "auto")
+      .def_property("draft_rows", &NativeModelRunner::draft_rows, &NativeModelRunner::set_draft_rows)
       .def_property_readonly("device", [](const NativeModelRunner& self) { return self.device().str(); });
 }
 

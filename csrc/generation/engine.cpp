@@ -130,6 +130,7 @@ void Engine::add(const std::vector<std::vector<std::int64_t>>& prompts, const st
     s->group = groups_[request.prompt].get();
     s->params = request.params;
     s->key = request.key;
+    s->group->members.push_back(s.get());
     s->max_length = s->group->length() + request.params.max_new_tokens;
     if (config_.max_model_len > 0) s->max_length = std::min(s->max_length, config_.max_model_len);
     if (s->max_length > s->group->length()) {

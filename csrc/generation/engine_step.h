@@ -15,7 +15,9 @@ struct EngineMetrics {
   std::int64_t steps = 0;
   std::int64_t generated_tokens = 0;
   std::int64_t prefill_tokens = 0;  ///< prompt tokens computed, and tokens recomputed after a preemption
-  std::int64_t decode_tokens = 0;
+  std::int64_t decode_tokens = 0;   ///< computed in decode, with accepted drafts
+  std::int64_t draft_tokens = 0;    ///< drafts computed
+  std::int64_t accepted_draft_tokens = 0;
   std::int64_t shared_prompt_tokens =
       0;                            ///< prompt tokens that generations took from their group instead of computing them
   std::int64_t sequence_steps = 0;  ///< running sequences, summed over steps

@@ -32,7 +32,7 @@ struct CachePool {
 /// `block_tables`; the forward pass writes those of the new tokens there.
 struct SequenceSlice {
   std::int64_t query_start = 0;     ///< first row in ForwardBatch::token_ids
-  std::int64_t query_length = 0;    ///< new tokens: many in prefill, one in decode
+  std::int64_t query_length = 0;    ///< new tokens: many in prefill, one in decode and its drafts
   std::int64_t context_length = 0;  ///< tokens already in the cache = absolute position of the first new token
   BlockTables block_tables;
   std::int64_t state = -1;                       ///< slot of its recurrent layers' states; -1: the model has none
@@ -78,6 +78,8 @@ class ModelRunner {
   /// Whether the model has recurrent states. allocate_states() allocates the number that may be in use at once.
   virtual bool has_states() const { return false; }
   virtual void allocate_states(std::int64_t) {}
+  /// The number of rows up to which a step takes drafts (generation/drafts.h); 0: it never does.
+  virtual std::int64_t draft_rows() const { return 0; }
   /// Frees the storage of cache and states (between generation phases).
   virtual void release_cache() = 0;
   /// Sets whether activations of later forward passes may be kept for training, if the runner supports it

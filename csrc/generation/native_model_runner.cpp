@@ -18,6 +18,9 @@ namespace {
 /// them for each.
 constexpr std::int64_t kTeamRows = 64;
 
+/// A step of up to so many rows reads the weights once and takes at most twice as long as one of a single row.
+constexpr std::int64_t kDraftRows = 8;
+
 /// Whether every row is the one new token of a sequence, and its logits are wanted.
 bool is_decode(const ForwardBatch& batch) {
   const std::size_t T = batch.token_ids.size();
@@ -72,6 +75,14 @@ NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model,
     steps_.emplace_back(pool.second, model_->device());
   }
   row_steps_ = steps_;
+  // A draft that turns out wrong would have to be taken back from recurrent states. Each of several rows may choose
+  // other experts, and a GPU's recorded steps have one row for each sequence.
+  if (model_->device().is_cpu() && !has_states() && !model_->config().has_experts()) draft_rows_ = kDraftRows;
+}
+
+void NativeModelRunner::set_draft_rows(std::int64_t rows) {
+  NRL_CHECK_ARG(rows == 0 || !has_states(), "draft_rows = ", rows, ": a model with recurrent states takes no drafts");
+  draft_rows_ = rows;
 }
 
 std::int64_t NativeModelRunner::vocab_size() const { return model_->config().vocab_size; }
@@ -172,6 +183,7 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
 
 void NativeModelRunner::set_steps(const ForwardBatch& batch, std::int64_t rows) {
   const auto R = static_cast<std::int64_t>(batch.logits_rows.size());
+  const auto& logits_rows = batch.logits_rows;
   attends_rows_ = model_->decoder().shares_last_keys() && R < static_cast<std::int64_t>(batch.token_ids.size());
   for (std::size_t p = 0; p < pools_.size(); ++p) {
     std::vector<ops::PagedSlice> slices, of_rows;
@@ -179,13 +191,11 @@ void NativeModelRunner::set_steps(const ForwardBatch& batch, std::int64_t rows) 
       const BlockTable& table = s.block_tables[p];
       slices.push_back(
           {s.query_start, s.query_length, s.context_length, table.data(), static_cast<std::int64_t>(table.size())});
-      const auto row = static_cast<std::int64_t>(of_rows.size()), last = s.query_start + s.query_length - 1;
-      if (row < R && batch.logits_rows[static_cast<std::size_t>(row)] == last)
-        of_rows.push_back(
-            {row, 1, s.context_length + s.query_length - 1, table.data(), slices.back().block_table_length});
+      for (std::size_t row = of_rows.size();
+           row < logits_rows.size() && logits_rows[row] < s.query_start + s.query_length; ++row)
+        of_rows.push_back({static_cast<std::int64_t>(row), 1, s.context_length + logits_rows[row] - s.query_start,
+                           table.data(), slices.back().block_table_length});
     }
-    NRL_CHECK(!attends_rows_ || static_cast<std::int64_t>(of_rows.size()) == R,
-              "a step asks for logits of tokens that are not the last of their sequences");
     if (attends_rows_)
       row_steps_[p].set(std::move(of_rows), std::vector<std::int64_t>(batch.logits_rows.size()), R, num_blocks_[p]);
     steps_[p].set(std::move(slices), batch.token_ids, rows, num_blocks_[p]);

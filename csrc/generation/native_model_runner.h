@@ -33,6 +33,8 @@ class NativeModelRunner : public ModelRunner {
   void allocate_cache(const std::vector<std::int64_t>& num_blocks) override;
   bool has_states() const override { return model_->config().has_recurrent(); }
   void allocate_states(std::int64_t count) override;
+  std::int64_t draft_rows() const override { return draft_rows_; }
+  void set_draft_rows(std::int64_t rows);
   void release_cache() override;
   void keep_activations(bool keep) override { keep_ = keep; }
   void check_adapted(const model::DecoderModel* adapted) const override;
@@ -61,7 +63,7 @@ class NativeModelRunner : public ModelRunner {
   std::vector<ops::PagedStep> row_steps_;  ///< the same of the tokens whose logits are requested, if attends_rows_
   bool attends_rows_ = false;
   RecordedSteps recorded_;
-  std::int64_t pack_after_;
+  std::int64_t pack_after_, draft_rows_ = 0;
   bool keep_ = false;
   KeptRows kept_rows_;
 };

@@ -74,6 +74,7 @@ std::int64_t ResidentEngine::submit(std::vector<std::int64_t> prompt, const Samp
     s->key = key;
     s->max_length = group->length() + std::min(params.max_new_tokens, room);
     group->pending.push_back(s.get());
+    group->members.push_back(s.get());
     made.push_back(std::move(s));
   }
   scheduler_.add(group.get());
@@ -90,8 +91,13 @@ bool ResidentEngine::cancel(std::int64_t sequence) {
   const auto found = sequences_.find(sequence);
   if (found == sequences_.end()) return false;
   scheduler_.remove(found->second.sequence.get());
-  sequences_.erase(found);
+  forget(found);
   return true;
+}
+
+void ResidentEngine::forget(std::map<std::int64_t, Member>::iterator member) {
+  std::erase(member->second.group->members, member->second.sequence.get());
+  sequences_.erase(member);
 }
 
 std::vector<DrawnToken> ResidentEngine::step() {
@@ -108,7 +114,7 @@ std::vector<DrawnToken> ResidentEngine::step() {
       drawn.push_back({id, token, s.logprobs.back(), s.finish_reason, s.likeliest});
     };
     for (const Sequence* s : run_step(*runner_, scheduler_, *token_bytes_, false, metrics_, note)) {
-      sequences_.erase(s->id);
+      forget(sequences_.find(s->id));
     }
   } catch (...) {
     scheduler_.abort();

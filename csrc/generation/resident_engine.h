@@ -68,6 +68,8 @@ class ResidentEngine {
     std::unique_ptr<Sequence> sequence;
   };
 
+  void forget(std::map<std::int64_t, Member>::iterator member);
+
   std::shared_ptr<ModelRunner> runner_;
   ResidentConfig config_;
   std::shared_ptr<const TokenBytes> token_bytes_;

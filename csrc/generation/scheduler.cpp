@@ -4,20 +4,23 @@
 #include <utility>
 
 #include "common/check.h"
+#include "generation/drafts.h"
 
 namespace nemo_rl::generation {
 namespace {
 
-/// Adds `length` tokens of `group` from position `context` on to the batch; `last` ones yield logits.
+/// Adds `length` tokens of `group` from position `context` on to the batch; the last `num_logits` yield logits. Returns
+/// the first of their rows, -1 for none.
 template <class TokenAt>
 std::int64_t add_slice(ForwardBatch& batch, const PromptGroup& group, const BlockTables& blocks, std::int64_t state,
-                       std::int64_t context, std::int64_t length, bool wants_logits, TokenAt token_at) {
+                       std::int64_t context, std::int64_t length, std::int64_t num_logits, TokenAt token_at) {
   const auto start = static_cast<std::int64_t>(batch.token_ids.size());
   batch.slices.push_back({start, length, context, blocks, state, group.adapted.get()});
   for (std::int64_t i = 0; i < length; ++i) batch.token_ids.push_back(token_at(context + i));
-  if (!wants_logits) return -1;
-  batch.logits_rows.push_back(start + length - 1);
-  return static_cast<std::int64_t>(batch.logits_rows.size()) - 1;
+  if (num_logits == 0) return -1;
+  const auto row = static_cast<std::int64_t>(batch.logits_rows.size());
+  for (std::int64_t i = length - num_logits; i < length; ++i) batch.logits_rows.push_back(start + i);
+  return row;
 }
 
 }  // namespace
@@ -50,13 +53,13 @@ void Scheduler::add(PromptGroup* group) {
   if (!group->pending.empty()) queue_.push_back(group);
 }
 
-StepPlan Scheduler::schedule() {
+StepPlan Scheduler::schedule(std::int64_t draft_rows) {
   StepPlan plan;
   while (!resumed_.empty() && num_running() < config_.max_batch_size) {
     running_.push_back(resumed_.front());
     resumed_.pop_front();
   }
-  feed_running(plan);
+  feed_running(plan, draft_rows);
   admit(plan);
   NRL_CHECK(!plan.slices.empty() || !has_unfinished(), "the scheduler found nothing to do with ", running_.size(),
             " running and ", queue_.size(), " waiting; ", blocks_.num_blocks() - blocks_.num_used(), " of ",
@@ -64,12 +67,17 @@ StepPlan Scheduler::schedule() {
   return plan;
 }
 
-void Scheduler::feed_running(StepPlan& plan) {
+void Scheduler::feed_running(StepPlan& plan, std::int64_t draft_rows) {
+  const std::int64_t room = running_.empty() ? 0 : draft_rows / num_running() - 1;
   for (std::size_t i = 0; i < running_.size(); ++i) {
     Sequence* const s = running_[i];
     const std::int64_t rest = s->length() - s->cached;
     const std::int64_t length = rest == 1 ? 1 : std::min(rest, budget(plan));
     if (length <= 0) continue;
+    if (rest == 1 && take_drafts(s, room)) {
+      plan_sequence(s, 1, plan);
+      continue;
+    }
     bool dropped = false;
     while (!dropped && !blocks_.extend(s->blocks, s->cached + length)) {
       if (drop_waiting_prompt(nullptr)) continue;
@@ -79,6 +87,19 @@ void Scheduler::feed_running(StepPlan& plan) {
     }
     if (!dropped) plan_sequence(s, length, plan);
   }
+}
+
+/// Takes at most `room` drafts and the blocks for them. After wrong drafts only a longer repetition is trusted. Returns
+/// whether there are drafts.
+bool Scheduler::take_drafts(Sequence* s, std::int64_t room) {
+  room = std::min(room, s->max_length - s->length() - 1);
+  if (pause_after_ > 0) room = std::min(room, pause_after_ - static_cast<std::int64_t>(s->generated.size()) - 1);
+  if (room <= 0) return false;
+  s->drafts = draft_tokens(*s, std::min(kLongestMatch, 1 + s->wrong_drafts), room);
+  if (s->drafts.empty()) return false;
+  const bool fits = blocks_.extend(s->blocks, s->length() + static_cast<std::int64_t>(s->drafts.size()));
+  if (!fits) s->drafts.clear();
+  return fits;
 }
 
 void Scheduler::admit(StepPlan& plan) {
@@ -112,7 +133,7 @@ bool Scheduler::prefill(PromptGroup* group, StepPlan& plan) {
   const bool last = group->cached + length == group->length();
   const std::int64_t row =
       add_slice(plan.batch, *group, group->blocks, group->state, group->cached, length,
-                last && group->awaits_first_token(), [&](std::int64_t p) { return group->tokens[p]; });
+                last && group->awaits_first_token() ? 1 : 0, [&](std::int64_t p) { return group->tokens[p]; });
   plan.slices.push_back({nullptr, group, length, row});
   plan.prefill_tokens += length;
   return true;
@@ -235,11 +256,14 @@ void Scheduler::give_up(Sequence* s) {
 
 void Scheduler::plan_sequence(Sequence* s, std::int64_t length, StepPlan& plan) {
   const bool last = s->cached + length == s->length();
-  const std::int64_t row = add_slice(plan.batch, *s->group, s->blocks, s->state, s->cached, length, last,
-                                     [&](std::int64_t p) { return s->token(p); });
+  const auto drafts = static_cast<std::int64_t>(s->drafts.size());
+  const std::int64_t row =
+      add_slice(plan.batch, *s->group, s->blocks, s->state, s->cached, length + drafts, last ? 1 + drafts : 0,
+                [&](std::int64_t p) { return p < s->length() ? s->token(p) : s->drafts[p - s->length()]; });
   plan.slices.push_back({s, nullptr, length, row});
   // what follows a prompt's prefill is decoding, be it one token or, after a preemption, several
   (length == 1 && last ? plan.decode_tokens : plan.prefill_tokens) += length;
+  plan.draft_tokens += drafts;
 }
 
 void Scheduler::computed(const StepPlan& plan) {

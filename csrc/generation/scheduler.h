@@ -26,14 +26,16 @@ struct PlannedSlice {
   Sequence* sequence = nullptr;
   PromptGroup* group = nullptr;
   std::int64_t length = 0;
-  std::int64_t logits_row = -1;  ///< row of the step's logits, if these are the last known tokens; otherwise -1
+  /// row of the step's logits, if these are the last known tokens; otherwise -1. Those of drafts follow it
+  std::int64_t logits_row = -1;
 };
 
 struct StepPlan {
   ForwardBatch batch;
   std::vector<PlannedSlice> slices;  ///< of batch.slices, in order
   std::int64_t prefill_tokens = 0;
-  std::int64_t decode_tokens = 0;
+  std::int64_t decode_tokens = 0;  ///< without drafts
+  std::int64_t draft_tokens = 0;
 };
 
 class Scheduler {
@@ -55,7 +57,8 @@ class Scheduler {
   void resume();
   std::int64_t num_paused() const { return static_cast<std::int64_t>(paused_.size()); }
 
-  StepPlan schedule();
+  /// `draft_rows`: as in ModelRunner. Running sequences share these rows equally.
+  StepPlan schedule(std::int64_t draft_rows = 0);
   /// Records what the model has computed. Must be called after the plan's forward pass.
   void computed(const StepPlan& plan);
   /// Removes sequences that have finished or pause from slots and groups. Called after their tokens were appended.
@@ -79,7 +82,8 @@ class Scheduler {
                                     std::int64_t prompt_length, std::int64_t max_length);
 
  private:
-  void feed_running(StepPlan& plan);
+  void feed_running(StepPlan& plan, std::int64_t draft_rows);
+  bool take_drafts(Sequence* sequence, std::int64_t room);
   void admit(StepPlan& plan);
   bool prefill(PromptGroup* group, StepPlan& plan);
   bool admit_next(PromptGroup* group, StepPlan& plan);

@@ -24,9 +24,9 @@ std::int64_t Sequence::token(std::int64_t position) const {
   return position < P ? group->tokens[position] : generated[position - P];
 }
 
-RandomKey Sequence::random_key() const {
+RandomKey Sequence::random_key(std::int64_t ahead) const {
   RandomKey k = key;
-  k.position = static_cast<std::uint32_t>(length());
+  k.position = static_cast<std::uint32_t>(length() + ahead);
   return k;
 }
 

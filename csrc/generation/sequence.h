@@ -37,6 +37,9 @@ struct Sequence {
   std::vector<kernels::SampledToken> likeliest;  ///< the params.num_likeliest most likely choices for the last token
   FinishReason finish_reason = FinishReason::none;
 
+  std::vector<std::int64_t> drafts;  ///< that the current step computes after the last token (generation/drafts.h)
+  std::int64_t wrong_drafts = 0;     ///< steps in a row whose first draft was wrong
+
   BlockTables blocks;                      ///< held while the sequence runs
   std::int64_t cached = 0;                 ///< number of positions whose keys and values are in `blocks`
   std::int64_t state = StateSlots::kNone;  ///< slot of the recurrent states after them, held while the sequence runs
@@ -46,8 +49,9 @@ struct Sequence {
   std::int64_t prompt_length() const;
   std::int64_t length() const { return prompt_length() + static_cast<std::int64_t>(generated.size()); }
   std::int64_t token(std::int64_t position) const;
-  /// The random key of the next token. It depends only on the sample and the position.
-  RandomKey random_key() const;
+  /// The random key of the next token, or of the one `ahead` tokens later. It depends only on the sample and the
+  /// position.
+  RandomKey random_key(std::int64_t ahead = 0) const;
   /// Appends a sampled token and decides whether the sequence ends with it: by a stop token, otherwise by a stop
   /// string, otherwise by the length limit. The token that ends a sequence stays part of it.
   void append(const kernels::SampledToken& sampled, const TokenBytes& token_bytes);
@@ -60,6 +64,7 @@ struct PromptGroup {
   /// the runner's model itself.
   std::shared_ptr<const model::DecoderModel> adapted;
   std::int64_t priority = 0;               ///< order of arrival
+  std::vector<const Sequence*> members;    ///< all generations of the prompt that exist
   std::deque<Sequence*> pending;           ///< in the order of admission
   BlockTables blocks;                      ///< the prompt's cache, held while generations wait for it
   std::int64_t cached = 0;                 ///< number of prompt positions in `blocks`

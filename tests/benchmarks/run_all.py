@@ -18,6 +18,7 @@ RUNS = {
     "linear": "linear --precision bfloat16",
     "attention": "attention --model SmolLM2-135M",
     "first_token": "first_token",
+    "drafts": "drafts",
     "decode_step": "decode_step --precision bfloat16",
     "vllm": "generation_engines --batches 16 64 --rounds 5 --peers vllm vllm_compiled",
     "llama_cpp": "generation_engines --batches 1 --rounds 15 --peers vllm vllm_compiled llama_cpp",

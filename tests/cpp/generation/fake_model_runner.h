@@ -25,6 +25,7 @@ class FakeModelRunner : public ModelRunner {
 
   std::int64_t vocab_size() const override { return vocab_; }
   std::int64_t block_size() const override { return block_; }
+  std::int64_t draft_rows() const override { return drafts; }
   std::vector<CachePool> cache_pools() const override {
     std::vector<CachePool> pools;
     for (const std::int64_t window : windows_) pools.push_back({window, 1024});
@@ -66,6 +67,7 @@ class FakeModelRunner : public ModelRunner {
     hash_logits(seen, row);
   }
 
+  std::int64_t drafts = 0;   ///< see ModelRunner::draft_rows
   std::int64_t weights = 0;  ///< a cell holds which weights computed it: token + 1000 * weights
   std::int64_t steps = 0, allocations = 0, largest_step = 0, widest_step = 0;
   std::int64_t fail_at_step = -1;

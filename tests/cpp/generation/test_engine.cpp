@@ -121,7 +121,7 @@ std::vector<std::int64_t> windows_of(std::uint32_t seed) {
 }  // namespace
 
 TEST(Engine, ResponsesOfRandomBatchesEqualThoseOfEachRequestGeneratedAlone) {
-  std::int64_t preemptions = 0, behind_windows = 0, copies_possible = 0;
+  std::int64_t preemptions = 0, behind_windows = 0, copies_possible = 0, drafts = 0, accepted = 0;
   for (std::uint32_t seed = 0; seed < 800; ++seed) {
     Random random(seed);
     const std::int64_t block = random.between(1, 9), max_prompt = random.between(1, 40),
@@ -136,6 +136,7 @@ TEST(Engine, ResponsesOfRandomBatchesEqualThoseOfEachRequestGeneratedAlone) {
     auto runner = std::make_shared<FakeModelRunner>(kVocab, block, windows);
     const auto bytes = letters();
     const std::int64_t slots = random.between(1, 20), chunk = random.between(1, 64);
+    runner->drafts = random.below(2) * random.between(2, 60);
     Engine engine(runner, config(slots, chunk, max_model_len, pools * blocks), bytes);
     const auto out = engine.generate(job.prompts, job.requests, nullptr);
     ASSERT_EQ(out.size(), job.requests.size());
@@ -144,8 +145,10 @@ TEST(Engine, ResponsesOfRandomBatchesEqualThoseOfEachRequestGeneratedAlone) {
                    i);
     }
     ASSERT_FALSE(HasFailure()) << "seed " << seed;
-    EXPECT_LE(runner->largest_step, slots + chunk);
+    EXPECT_LE(runner->largest_step, std::max(slots, runner->drafts) + chunk);
     EXPECT_LE(engine.metrics().peak_blocks, pools * blocks);
+    drafts += engine.metrics().draft_tokens;
+    accepted += engine.metrics().accepted_draft_tokens;
     preemptions += engine.metrics().preemptions;
     if (windows.back() > 0) behind_windows += engine.metrics().preemptions;
     copies_possible += block > 1;
@@ -153,6 +156,8 @@ TEST(Engine, ResponsesOfRandomBatchesEqualThoseOfEachRequestGeneratedAlone) {
   EXPECT_GT(preemptions, 100);  // or the property was not put to the test
   EXPECT_GT(behind_windows, 20);
   EXPECT_GT(copies_possible, 100);
+  EXPECT_GT(accepted, 100);
+  EXPECT_GT(drafts, 2 * accepted);  // many are wrong
 }
 
 TEST(Engine, WeightUpdateInMidResponseTakesEffectAtTheSameTokenInEverySchedule) {
@@ -166,6 +171,7 @@ TEST(Engine, WeightUpdateInMidResponseTakesEffectAtTheSameTokenInEverySchedule) 
     const std::int64_t blocks = pause.keep_cache ? 1 << 20 : least + random.below(20);
     const auto windows = windows_of(seed);
     auto runner = std::make_shared<FakeModelRunner>(kVocab, block, windows);
+    runner->drafts = random.below(2) * 40;
     const auto bytes = letters();
     const auto pools = static_cast<std::int64_t>(windows.size());
     Engine engine(runner, config(random.between(1, 20), random.between(1, 64), 0, pools * blocks), bytes);

@@ -102,6 +102,33 @@ def test_sliding_window_kv_cache_gives_the_tokens_and_logprobs_of_a_full_kv_cach
     assert torch.equal(policy.get_logprobs(data)["logprobs"], outputs[0]["logprobs"] * data["token_mask"])
 
 
+@pytest.mark.parametrize("family, std", [("llama", 0.1), ("deepseek_v3", 0.1), ("gemma4_text", 0.3), ("gpt_oss", 0.1)])
+def test_drafts_change_the_number_of_steps_but_no_token_and_no_logprob(family, std):
+    overrides = {"model_type": family, **LAYERS.get(family, {}), "initializer_range": std}
+    inputs, outputs, metrics = prompts([40], 2, seed=3), [], []
+    for rows in (0, 24):
+        policy = make_policy("bfloat16", overrides, max_new_tokens=90, stop_token_ids=[], temperature=0.01)
+        generation = policy.create_generation()
+        generation._runner.draft_rows = rows
+        outputs.append(generation.generate(inputs))
+        metrics.append(generation.get_logger_metrics())
+    assert are_equal(*outputs)
+    without, drafted = metrics
+    assert without["draft_tokens"] == 0 and without["decode_tokens"] == drafted["decode_tokens"] == 2 * 89
+    assert 10 < drafted["accepted_draft_tokens"] < drafted["draft_tokens"] and drafted["steps"] < without["steps"]
+    data = to_train(inputs, outputs[1], 2)
+    assert torch.equal(policy.get_logprobs(data)["logprobs"], outputs[1]["logprobs"] * data["token_mask"])
+
+
+@pytest.mark.parametrize("family, rows", [("llama", 8), ("olmoe", 0), ("qwen3_5_text", 0)])
+def test_only_dense_models_without_recurrent_layers_use_drafts(family, rows):
+    runner = make_policy("float32", {"model_type": family, **LAYERS.get(family, {})}).create_generation()._runner
+    assert runner.draft_rows == rows
+    if family == "qwen3_5_text":
+        with pytest.raises(ValueError, match="recurrent states"):
+            runner.draft_rows = 8
+
+
 @pytest.mark.parametrize("window", [20, 200])
 def test_estimated_kv_cache_size_with_sliding_windows_equals_the_allocated_size(tmp_path, window):
     """Four prompts of 300 tokens with four responses of 100 each. The layer without a window holds 4 * 9 shared and

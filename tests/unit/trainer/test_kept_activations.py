@@ -93,16 +93,26 @@ def test_activations_reused_from_generation_give_the_gradients_of_a_new_forward_
 
 
 @pytest.mark.parametrize(
-    "engine", [dict(max_batch_size=3), dict(prefill_chunk_tokens=5), dict(kv_cache_gb=4e-5)], ids=str
+    "engine",
+    [
+        dict(max_batch_size=3),
+        dict(prefill_chunk_tokens=5),
+        dict(kv_cache_gb=4e-5),
+        dict(max_batch_size=1, temperature=0.1),
+    ],
+    ids=str,
 )
-def test_activations_can_be_reused_from_generation_with_chunked_prefill_and_preemption(engine):
-    """Few slots, prompts in chunks, and a cache so small that sequences are given up and computed again."""
+def test_activations_can_be_reused_from_generation_in_any_schedule(engine):
+    """Few slots, prompts in chunks, a cache so small that sequences are given up and computed again, and drafts."""
     keeping, plain = make_model(), make_model(max_bytes=0)
     data = prompts()
     generation = generation_on(keeping, **engine)
     output = generation.generate(data)
     if "kv_cache_gb" in engine:
         assert generation.get_logger_metrics()["preemptions"] > 0
+    if "temperature" in engine:
+        metrics = generation.get_logger_metrics()
+        assert 0 < metrics["accepted_draft_tokens"] < metrics["draft_tokens"]
     batch, mask = batch_of(data, output)
     kept, _, reused = gradients(keeping, batch, mask)
     assert reused > 0

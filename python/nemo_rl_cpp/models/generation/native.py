@@ -113,6 +113,7 @@ class NativeGeneration(BaseEngine):
         """Return metrics since the last `clear_logger_metrics`:
 
         steps, generated_tokens, prefill_tokens (including recomputation after a preemption), decode_tokens,
+        draft_tokens (computed as drafts, csrc/generation/drafts.h), accepted_draft_tokens (part of decode_tokens),
         shared_prompt_tokens (not prefilled, because prompts are shared), mean_batch_size (sequences per step),
         peak_blocks (largest number of KV-cache blocks in use), preemptions, forward_seconds, sampling_seconds."""
         metrics = dict(self._engine.metrics)

@@ -12,9 +12,10 @@ namespace nemo_rl::generation {
 /// The longest repeated text that draft_tokens() looks for, in tokens.
 inline constexpr std::int64_t kLongestMatch = 8;
 
-/// Returns tokens that may follow `s`: those that followed the longest repetition of its last tokens, in the sequence
-/// itself or in another generation of its prompt; of equally long ones the latest in the sequence. At most as many
-/// tokens as were repeated, and at most `most`; none if fewer than `least_match` tokens were repeated.
+/// Returns tokens that may follow `s`, which has generated at least one: those that followed the longest repetition of
+/// its last tokens, in the sequence itself or in another generation of its prompt; of equally long ones the latest in
+/// the sequence. At most as many tokens as were repeated, and at most `most`; none if fewer than `least_match` tokens
+/// were repeated.
 std::vector<std::int64_t> draft_tokens(const Sequence& s, std::int64_t least_match, std::int64_t most);
 
 }  // namespace nemo_rl::generation

@@ -216,10 +216,11 @@ class _Tasks:
         name = raw.task_name
         spec, processor = self.processors.get(name, (raw.task_spec, raw.processor))
         own = raw.task_spec
-        if (spec.prompt, spec.system_prompt, processor) != (own.prompt, own.system_prompt, raw.processor):
+        known = (spec.prompt, spec.system_prompt, processor, self.environments.get(name, environment))
+        if known != (own.prompt, own.system_prompt, raw.processor, environment):
             raise ValueError(
-                f"data: two sections have the task name {name!r} but different prompts or processors: give their "
-                "files different names, since a row finds its processor by its task name"
+                f"data: two sections have the task name {name!r} but different prompts, processors or environments: give "
+                "their files different names, since a row finds these by its task name"
             )
         self.datasets.setdefault(name, []).append(rows)
         self.processors[name] = (raw.task_spec, raw.processor)

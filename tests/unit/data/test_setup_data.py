@@ -97,6 +97,15 @@ def test_data_sections_with_the_same_task_but_different_processors_are_an_error(
         load_response_data(smollm2, data(train=[ARITHMETIC, {**ARITHMETIC, "processor": "math_hf_data_processor"}]))
 
 
+def test_data_sections_with_the_same_task_but_different_environments_are_an_error(smollm2, environments):
+    sections = data(train=[ARITHMETIC, {**ARITHMETIC, "env_name": "digits"}])
+    with pytest.raises(
+        ValueError, match="the task name 'arithmetic' but different prompts, processors or environments"
+    ):
+        load_response_data(smollm2, sections, {"math": {}, "digits": {}})
+    assert environments[2:] == ["shutdown math", "shutdown digits"]
+
+
 def test_data_loader_batches_contain_prompt_lengths_and_resume_at_the_next_batch(smollm2, tmp_path):
     train = load_response_data(smollm2, data(train=ARITHMETIC)).train
     batches = StatefulDataLoader(train, 4, shuffle=True, drop_last=True, seed=42, num_workers=1)

@@ -220,8 +220,13 @@ def render_prompt(
     **variables: object,
 ) -> str:  # fmt: skip
     """Return a conversation as text, rendered by the chat template, which may read `variables`. Raise
-    ChatTemplateError if the text lacks a message."""
+    ChatTemplateError if the text lacks a message or the tools."""
     text = _apply(tokenizer, messages, add_generation_prompt, tools, variables)
+    if tools and text == _apply(tokenizer, messages, add_generation_prompt, None, variables):
+        raise ChatTemplateError(
+            "the chat template leaves out the tools: the model would never see them; take the column tools out of the data, "
+            "or use a template that writes them"
+        )
     missing = [i for i, message in enumerate(messages) if _content(message) not in text]
     # A template may change a content (escape it, drop its reasoning), and a short content may be in the text by chance.
     # So render numbers in place of the contents, to find out which the template includes.

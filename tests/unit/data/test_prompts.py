@@ -132,6 +132,9 @@ def test_tool_definitions_of_a_data_row_are_passed_to_the_chat_template(chat):
     for given in ("{", [1], 5):
         with pytest.raises(ValueError, match="'tools'"):
             text(given)
+    chat.chat_template = SKIPS
+    with pytest.raises(ValueError, match="row 1 of the data: the chat template leaves out the tools"):
+        text(tools)
 
 
 @pytest.mark.parametrize("process, row, message", [

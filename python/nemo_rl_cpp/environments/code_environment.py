@@ -13,7 +13,8 @@ from nemo_rl_cpp.environments.sandbox import Limits
 from nemo_rl_cpp.environments.sandbox.check import require_sandbox
 from nemo_rl_cpp.environments.single_turn import VerifyingEnvironment, assistant_text
 
-_FENCED = re.compile(r"```([\w+#.-]*)[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+# the language may be followed by attributes, such as a file name
+_FENCED = re.compile(r"```([\w+#.-]*+)(?:(?<!`)[^\n`]*+|[^\S\n]*+)\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("python", "python3", "py")
 
 

@@ -167,6 +167,8 @@ def test_code_is_extracted_from_the_last_code_block_of_a_response(env):
     )
     assert extract_code("```text\n1\n```\n```\nx = 6\n```\n") == "x = 6\n"
     assert extract_code("x = 4") == "x = 4"
+    for mark in (' title="a.py"', ":a.py", "{1-2}"):
+        assert extract_code(f"Put it into ```a.py``` now:\n```python{mark}\nx = 7\n```\nDone.") == "x = 7\n"
     assert score(env, "Here it is:\n```python\nprint(2 * int(input()))\n```", DOUBLE)[0] == 1.0
     assert score(env, " 2 * x\n", ["assert f(4) == 8"], code_prefix="def f(x):\n    return")[0] == 1.0
 

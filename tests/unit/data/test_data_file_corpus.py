@@ -127,6 +127,7 @@ REFUSED = [
     ("list_of_texts.jsonl", jsonl({"input": ["a", "b"], "output": "4"}), {}, ["row 1", "input[0] must be a message"]),
     ("empty_cell.csv", b"input,output\n1+1?,2\n,4\n", {}, ["row 2", "'input' is an empty text"]),
     ("ragged.csv", b"input,output\n1+1?,2\n2+2?\n", {}, ["row 3", "another number of fields"]),
+    ("open_quote.csv", b'input,output\n1,2\n3,"4\n5,6\n', {}, ["line 3", "unexpected end of data"]),
     ("column_twice.csv", b"input,output,output\n1,2,3\n", {}, ["'output' twice"]),
     ("damaged.parquet", parquet(*QA)[:-20], {}, ["not a readable .parquet file"]),
     ("damaged.arrow", b"nothing", {}, ["not a readable .arrow file"]),

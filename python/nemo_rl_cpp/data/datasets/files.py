@@ -163,10 +163,10 @@ def _json_lines(path: Path, text: str) -> Iterable[object]:
 def _csv_rows(path: Path) -> list[Row]:
     csv.field_size_limit(sys.maxsize)  # Python's default is 131,072 characters, which long contexts exceed
     try:
-        reader = csv.DictReader(io.StringIO(_text(path), newline=""))
+        reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)  # an open quote hides rows
         rows = list(reader)
     except csv.Error as error:
-        raise ValueError(f"data: {path}: line {reader.line_num}: {error}") from None
+        raise ValueError(f"data: {path}: line {reader.line_num + 1}: {error}") from None
     names = reader.fieldnames or []
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache, wraps
 from typing import NamedTuple
 
+from nemo_rl_cpp.argument_checks import in_a_line
 from nemo_rl_cpp.data.boundaries import prompt_ids
 from nemo_rl_cpp.data.chat_template import ChatTemplateError, render_prompt, system_part
 from nemo_rl_cpp.data.conversation import (
@@ -202,7 +203,10 @@ def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessa
     if spec.prompt:
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")
         messages[last] = {**messages[last], "content": fill_prompt(spec.prompt, str(messages[last]["content"]))}
-    return messages, {"ground_truth": truth, **(row.get("extra_env_info") or {})}
+    info = row.get("extra_env_info") or {}
+    if not isinstance(info, Mapping):
+        raise ValueError(f"'extra_env_info' is {in_a_line(info)}: expected a mapping")
+    return messages, {"ground_truth": truth, **info}
 
 
 @_processor

@@ -145,6 +145,7 @@ def test_tool_definitions_of_a_data_row_are_passed_to_the_chat_template(chat):
     (multichoice_qa_processor, {"question": "q", "options": {}}, "'answer'"),
     (multichoice_qa_processor, {"question": ["q"], "answer": "A"}, "'question' must be a text"),
     (math_hf_data_processor, {"problem": "q"}, "reads the key 'messages'"),
+    (math_hf_data_processor, conversation(("user", "q"), extra_env_info="{}"), "'extra_env_info' is '{}': expected a mapping"),
     (raw_completion_data_processor, conversation(("system", "s"), ("user", "q"), ("assistant", "a")), "roles system, user: .*math_hf_data_processor"),
 ])  # fmt: skip
 def test_data_rows_with_malformed_messages_are_errors(process, row, message):

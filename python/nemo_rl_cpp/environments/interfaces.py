@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from nemo_rl_cpp.argument_checks import described
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
@@ -89,6 +89,17 @@ def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
     return checked
 
 
+class Mean(float):
+    """The mean of a number over `count` samples, whose sum is `total`."""
+
+    count: float
+
+    def __new__(cls, total: float, count: float = 1) -> Self:
+        mean = super().__new__(cls, total / max(count, 1))
+        mean.count = count
+        return mean
+
+
 class _Means(dict[str, tuple[float, float]]):
     """Numbers whose means are metrics: name -> (their sum, the number of samples)."""
 
@@ -148,7 +159,7 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call: by default the means of what `step` added to `_means`."""
         sums, self._means = self._means, _Means()
-        return {name: total / max(count, 1) for name, (total, count) in sums.items()}
+        return {name: Mean(total, count) for name, (total, count) in sums.items()}
 
     def shutdown(self) -> None:
         """End the environment's processes. Further calls do nothing."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
-from nemo_rl_cpp.environments.interfaces import Environment
+from nemo_rl_cpp.environments.interfaces import Environment, Mean
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
 
 
@@ -88,8 +88,8 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[
     Take the maximum of maxima and the minimum of minima; add totals and counts, such as `verifier_timeouts`,
     `agent_errors` and `num_won`. Average `accuracy_of_X` over rounds, weighted by the number of samples with the
     property X, and all other metrics, such as rates, weighted by the number of samples, or for `task/name` by
-    `task/num_responses`. `rewards/NAME`, the mean of a reward function, is averaged whatever its NAME. A metric is
-    combined over the rounds that have it."""
+    `task/num_responses`. A `Mean` is weighted by its count, whatever its name. A metric is combined over the rounds that
+    have it."""
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for _, metrics in rounds for name in metrics):
         entries = [(size, metrics) for size, metrics in rounds if name in metrics]
@@ -98,17 +98,18 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[
         join = {"max": max, "min": min, "total": sum}.get(last.split("_", 1)[0])
         if last in COUNTS or last.startswith(("verifier_", "num_")):
             join = sum
-        if name == f"rewards/{last}" or name.endswith(f"/rewards/{last}"):  # named by the user
-            join = None
+        of_means = all(isinstance(value, Mean) for value in values)
         if not all(isinstance(value, (int, float)) for value in values):
             combined[name] = values[-1]
-        elif join is not None and not last.endswith("_rate"):
+        elif join is not None and not last.endswith("_rate") and not of_means:
             combined[name] = join(values)
         else:
             share = name.replace("accuracy_of_", "") if "accuracy_of_" in name else None
             weights = [_responses(size, metrics, name) * metrics.get(share, 1.0) for size, metrics in entries]
+            if of_means:
+                weights = [value.count for value in values]
             total = sum(weights)
-            combined[name] = sum(w * v for w, v in zip(weights, values)) / total if total else values[-1]
+            combined[name] = sum(w * v for w, v in zip(weights, values)) / total if total else float(values[-1])
     return combined
 
 

@@ -9,6 +9,7 @@ from nemo_rl_cpp.algorithms.step_metrics import (
     rollout_table,
     training_metrics,
 )
+from nemo_rl_cpp.environments.interfaces import Mean
 from nemo_rl_cpp.models.policy.updates import collect_metrics
 from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 from nemo_rl_cpp.rollouts.rollout_metrics import combine_rollout_metrics
@@ -145,7 +146,7 @@ def test_metrics_of_several_rollouts_are_averaged_weighted_by_their_sample_count
     ("max_turns_reached_rate", (0.0, 1.0), 0.75), ("games/num_won_rate", (0.5, 0.1), 0.2), ("turns/max", (2, 1), 2),
     ("turns/min", (2, 1), 1), ("min_len", (5, 7), 5), ("max_gen_tokens_per_sample", (4, 9), 9),
     ("turns/total", (8, 4), 12), ("total_turns", (2, 6), 8),
-    ("rewards/num_words", (0.0, 1.0), 0.75), ("rewards/max_len", (1.0, 0.0), 0.25), ("math/rewards/total", (0.0, 1.0), 0.75),
+    ("rewards/num_words", (Mean(3, 1), Mean(2, 4)), 1.0), ("max_len", (Mean(2, 2), Mean(0, 6)), 0.25), ("a/total", (Mean(0, 0),) * 2, 0.0),
 ])  # fmt: skip
 def test_rates_are_averaged_and_minima_and_maxima_are_kept_over_several_rollouts(name, values, expected):
     assert combined((4, 12), **{name: values}) == pytest.approx({name: expected})

@@ -139,17 +139,17 @@ def penalized(
     `lengths` maps each part of a response (`reasoning`, `answer`, `total`) to its G lengths. `params` has the weights
     of bonuses and penalties, and determines to which parts the bands apply; `bands` maps parts to their bands (None: no
     bands). Responses whose total length is at least `too_long` (None: no limit) also get the penalty
-    `profiled_length_penalty`."""
+    `profiled_length_penalty`, as in NeMo RL only if the comparison with the group has not lowered their reward."""
     bands = bands or {}
     right = [i for i, reward in enumerate(rewards) if reward > 0]
     additions = _additions(right, lengths, params, _gate_is_open(right, lengths, params, bands))
+    if too_long is not None:
+        for i in right:
+            additions[i] -= params.profiled_length_penalty * (lengths["total"][i] >= too_long and additions[i] >= 0)
     weight, longest = params.pass_rate_length_penalty_weight, max((lengths["total"][i] for i in right), default=0)
     if weight and longest:
         for i in right:
             additions[i] -= weight * len(right) / len(additions) * lengths["total"][i] / longest
-    if too_long is not None:
-        for i in right:
-            additions[i] -= params.profiled_length_penalty * (lengths["total"][i] >= too_long)
     result = [max(0.0, reward + addition) if addition else reward for reward, addition in zip(rewards, additions)]
     for name in penalties.CHANNELS:
         if getattr(params, f"profile_band_{name}") and name in bands:

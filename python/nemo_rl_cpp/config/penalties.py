@@ -46,9 +46,9 @@ class LengthPenaltyParams(Section):
     """Like reasoning_zmad_threshold, for the length of the whole response. 0: off."""
     total_zmad_penalty: NonNegative = key(0.0, "Subtracted from the reward of each outlier of total_zmad_threshold.")
     profiled_length_penalty: NonNegative = 0.0
-    """Subtracted from the reward of each correct response that is too long for its prompt. The limit is mean +
-    profiled_length_n_std * standard deviation of earlier lengths: the prompt's profiled_output_lengths in
-    extra_env_info for which profiled_rewards is above 0."""
+    """Subtracted from the reward of each correct response that is too long for its prompt, unless the comparison with
+    the group has lowered it already. The limit is mean + profiled_length_n_std * standard deviation of earlier lengths:
+    the prompt's profiled_output_lengths in extra_env_info for which profiled_rewards is above 0."""
     profiled_length_n_std: Real = 1.0
     """Number of standard deviations above the mean at which profiled_length_penalty begins."""
     profiled_length_min_samples: Positive = 2

@@ -131,6 +131,14 @@ def test_profile_based_length_penalty_starts_n_standard_deviations_above_the_mea
     assert batch["total_reward"].tolist() == pytest.approx(expected)
 
 
+def test_profile_based_length_penalty_is_not_added_to_a_penalty_by_comparison_with_the_group():
+    """NeMo RL: adjustments 0.1 * (1/3, -2/3, 1/3) by length; the second is lowered already, all are too long."""
+    params = LengthPenaltyParams(group_total_length_penalty_coeff=0.1, profiled_length_penalty=0.3)
+    lengths = {name: [4, 10, 4] for name in ("reasoning", "answer", "total")}
+    found = penalized([1.0] * 3, lengths, params, too_long=4)
+    assert found == pytest.approx([1 + 0.1 / 3 - 0.3, 1 - 0.2 / 3, 1 + 0.1 / 3 - 0.3])
+
+
 def test_profile_based_length_penalty_is_skipped_unless_both_profile_columns_are_present():
     config = LengthPenaltyConfig(default={"profiled_length_penalty": 0.3})
     batch = rollouts(["aaa", "a"], [1.0, 1.0], [0, 0], extra_env_info=[{}, {}])

@@ -91,9 +91,10 @@ def apply_length_penalty(
 ) -> dict[str, float]:
     """Change `total_reward` [B] by response length, within each group, and return the metrics.
 
-    A group stays unchanged if any of its rewards is neither 0 nor 1, or if rewards have components. Metrics, all means
-    over B: `length_penalty/env_reward_mean` (before the change), `reward_delta_mean`, `wiped_correct_frac` (correct
-    responses reduced to 0), `adjusted_frac` and `skipped_non_binary_frac`."""
+    A group stays unchanged if any of its rewards is neither 0 nor 1, or if rewards have components. Bands in the entry
+    `profile_band` of a prompt's `extra_env_info` replace those of `config`. Metrics, all means over B:
+    `length_penalty/env_reward_mean` (before the change), `reward_delta_mean`, `wiped_correct_frac` (correct responses
+    reduced to 0), `adjusted_frac` and `skipped_non_binary_frac`."""
     before = rollouts["total_reward"].double().tolist()
     after, skipped = list(before), 0
     in_parts = any(str(key).startswith("reward/") for key in rollouts.keys())
@@ -110,9 +111,12 @@ def apply_length_penalty(
             continue
         lengths = _lengths([rollouts["message_log"][row] for row in rows], params, tokenizer)
         info = rollouts["extra_env_info"][rows[0]] if "extra_env_info" in rollouts else None
+        info = info if isinstance(info, Mapping) else {}
+        of_row = {name: band for name, band in (info.get("profile_band") or {}).items() if band is not None}
+        bands = config.bands() | {name: as_model(of_row[name], penalties.ProfileBandChannel) for name in of_row}
         n_std, min_samples = params.profiled_length_n_std, params.profiled_length_min_samples
         too_long = profiled_limit(info, n_std, min_samples) if params.profiled_length_penalty else None
-        for row, reward in zip(rows, penalized(rewards, lengths, params, config.bands(), too_long)):
+        for row, reward in zip(rows, penalized(rewards, lengths, params, bands, too_long)):
             after[row] = reward
         if config.verbose:
             shown = [round(after[row], 4) for row in rows]
@@ -158,13 +162,12 @@ def penalized(
     return result
 
 
-def profiled_limit(info: Mapping[str, object] | None, n_std: float, min_samples: int) -> float | None:
+def profiled_limit(info: Mapping[str, object], n_std: float, min_samples: int) -> float | None:
     """Return the response length from which `profiled_length_penalty` applies, or None if it does not.
 
     The limit is mean + n_std x unbiased standard deviation (0 for one sample) of those `profiled_output_lengths` whose
     `profiled_rewards` are above 0; `info`, the prompt's `extra_env_info`, has these lists of earlier responses. There
     must be `min_samples` such lengths. Raise ValueError if only one list is there, or if their lengths differ."""
-    info = info or {}
     rewards, lengths = info.get("profiled_rewards"), info.get("profiled_output_lengths")
     if rewards is None and lengths is None:
         return None

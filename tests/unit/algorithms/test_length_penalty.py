@@ -53,6 +53,14 @@ def test_length_profile_scales_rewards_of_correct_responses_by_their_length():
     assert changes(bands={"total": band}) == [1, 0, 1, 1]
 
 
+def test_length_profile_of_a_prompt_replaces_that_of_the_configuration():
+    band = {"enabled": True, "defaults": {"total": {"a": 1, "b": 2, "f": 0.5}}}
+    own = {"profile_band": {"total": {"a": 2, "b": 4, "f": 0.2}, "answer": None}}
+    batch = rollouts(["aaa", "a"] * 2, [1.0] * 4, [0, 0, 1, 1], extra_env_info=[own, own, None, None])
+    apply_length_penalty(batch, LengthPenaltyConfig(profile_band=band), letters)
+    assert batch["total_reward"].tolist() == pytest.approx([0.6, 1.0, 0.5, 1.0])  # 1 - 1/2 * 0.8, and f beyond b
+
+
 @pytest.mark.parametrize("field, expected", [("a", [0.9, 0, 1.2, 0.9]), ("b", [1, 0, 1, 1])])
 def test_group_length_penalty_applies_only_if_the_mean_correct_length_exceeds_the_profile(field, expected):
     band = ProfileBandChannel(a=7.9, b=8.0, f=1.0)  # the mean is 8

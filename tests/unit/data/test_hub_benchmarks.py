@@ -79,7 +79,8 @@ def test_multiple_choice_benchmark_prompts_list_their_options(asked, name, right
 
 
 def test_last_boxed_returns_the_content_of_the_last_balanced_boxed_command():
-    for text, content in (("no box", "no box"), (r"\boxed{a{b}c} x", "a{b}c"), (r"\boxed{open", r"\boxed{open")):
+    texts = (" no box", " no box"), (r"\boxed{a{b}c} x", "a{b}c"), (r"\boxed{open", r"\boxed{open")
+    for text, content in (*texts, (r"root is $\boxed 2$.", "2")):  # of the training problems of MATH
         assert last_boxed(text) == content
 
 

@@ -26,9 +26,12 @@ class HubSource(NamedTuple):
 
 
 def last_boxed(text: str) -> str:
-    r"""Return the content of the last `\boxed{...}`, including inner braces, or the whole text if there is none."""
-    _, box, rest = text.rpartition("\\boxed{")
-    depth = 1
+    r"""Return the content of the last `\boxed{...}`, including inner braces, or of `\boxed 2$` without braces, or the
+    whole text if there is neither."""
+    _, box, rest = text.rpartition("\\boxed")
+    if box and rest.startswith(" "):
+        return rest.partition("$")[0].strip()
+    rest, depth = rest.removeprefix("{"), 1
     for end, character in enumerate(rest if box else ""):
         depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:

@@ -150,6 +150,14 @@ def test_tool_definitions_read_from_files_have_no_keys_added_by_the_file_format(
         assert [{key: row[key] for key in ("messages", "tools")} for row in seen] == rows
 
 
+def test_conversation_of_a_saved_data_set_may_have_keys_that_its_first_rows_lack(tmp_path):
+    prompts = [talk("city")[:1]] * 1000 + [talk("x")]
+    datasets.Dataset.from_list([{"prompt": prompt, "answer": "7"} for prompt in prompts]).save_to_disk(tmp_path)
+    rows = ResponseDataset(str(tmp_path), input_key="prompt", output_key="answer").dataset
+    answer = {"role": "assistant", "content": "7"}
+    assert [row["messages"] for row in (rows[0], rows[1000])] == [[*prompts[0], answer], [*prompts[1000], answer]]
+
+
 def test_conversations_stored_as_arrays_are_read_as_prompts(tmp_path):
     column = pandas.read_parquet(parquet(tmp_path))["prompt"]
     assert prompts_of(column) == prompts_of([row["prompt"] for row in ROWS]) == [talk(n) for n in ("city", "x", "y")]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from nemo_rl_cpp.data import conversation
-from nemo_rl_cpp.data.datasets.files import load_dataset_from_path
+from nemo_rl_cpp.data.datasets.files import ListDataset, load_dataset_from_path
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.interfaces import Row
 
@@ -47,6 +47,10 @@ class ResponseDataset(RawDataset):
         read = {self.input_key.partition(".")[0], self.output_key.partition(".")[0]}
         self.unread_columns = [name for name in columns if name in _PROMPT_COLUMNS and name not in read]
         removed = [name for name in columns if name not in kept]
+        types = {name: type(self.dataset.features[name]).__name__ for name in read & {*columns}} if self._padded else {}
+        if any(kind != "Value" and name != "messages" for name, kind in types.items()):
+            # `datasets` gives a new column the type of its first 1,000 rows, but later conversations may have more keys
+            self.dataset = ListDataset(map(conversation.without_padding, self.dataset))
         self.dataset = self.dataset.map(self._formatted, remove_columns=removed, with_indices=True)
         self.split_train_validation(split_validation_size, seed)
 

@@ -32,10 +32,16 @@ def call_user(function: Callable[..., object], *args: object, **kwargs: object) 
     """Call the user's `function` in the thread that started the run, and return its result, awaited if necessary.
 
     Raise what the function raises. Outside a run (see `serve`) the current thread makes the call."""
+    return begin_user(function, *args, **kwargs)()
+
+
+def begin_user(function: Callable[..., object], *args: object, **kwargs: object) -> Callable[[], Any]:
+    """Begin a call like that of `call_user`, and return a function that waits for its result. The coroutines of calls
+    that have begun run concurrently. Outside a run, the call is made by the returned function."""
     call = partial(function, *args, **kwargs)
     serving = _serving[-1] if _serving else None
     if serving is None or serving.is_here:
-        return _caller().run(call)
+        return partial(_caller().run, call)
     return serving.ask(call)
 
 
@@ -87,8 +93,8 @@ class _Caller:
             result = self._called(call)
             return self._loop.run_until_complete(result) if inspect.isawaitable(result) else result
 
-    def ask(self, call: Callable[[], object]) -> object:
-        """Let the thread of this `_Caller` make the call `call`, and return the result to the current thread."""
+    def ask(self, call: Callable[[], object]) -> Callable[[], object]:
+        """Let the thread of this `_Caller` make the call `call`. Return a function that waits for the result."""
         torch = sys.modules.get("torch")
         if torch is not None and hasattr(torch, "is_grad_enabled"):
             # torch keeps the gradient mode per thread, and a loss, for instance, needs gradients
@@ -100,9 +106,9 @@ class _Caller:
             if serves := self._depth > 0:  # otherwise the run has ended in the meantime
                 self._calls.append((future, call))
         if not serves:
-            return _caller().run(call)
+            return partial(_caller().run, call)
         self._wake()
-        return future.result()
+        return future.result
 
     def serve(self, work: Callable[[], object]) -> object:
         done = Future()

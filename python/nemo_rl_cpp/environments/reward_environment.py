@@ -14,7 +14,7 @@ from nemo_rl_cpp.environments.interfaces import EnvironmentReturn, WeightedParts
 from nemo_rl_cpp.environments.loading import RewardFunction, RewardFunctions
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, prompt_text
 from nemo_rl_cpp.errors import user_code
-from nemo_rl_cpp.user_code import call_user
+from nemo_rl_cpp.user_code import begin_user
 
 
 def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
@@ -105,10 +105,12 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         rewards = [0.0] * len(metadata)
         scored = [False] * len(metadata)
         parts: dict[str, torch.Tensor] = {}
-        for function, (name, weight) in zip(self._functions, self.weight_of_name.items()):
+        asked = [_asked_for(*function, columns) for function in zip(self._functions, self.weight_of_name)]
+        begun = [begin_user(function, **given) for function, given in zip(self._functions, asked)]
+        for result, (name, weight) in zip(begun, self.weight_of_name.items()):
             part = torch.zeros(len(metadata), dtype=torch.float32)
             with user_code(f"reward function {name}", partial(_advice, columns)):
-                returned = call_user(function, **_asked_for(function, name, columns))
+                returned = result()
             for row, value in enumerate(rewards_of(name, returned, len(metadata))):
                 if value is not None:
                     scored[row] = True

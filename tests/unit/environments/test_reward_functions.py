@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
+from nemo_rl_cpp.user_code import serve
 
 LOGS = [[{"role": "user", "content": f"{n}="}, {"role": "assistant", "content": str(n)}] for n in range(3)]
 INFO = [{"answer": str(n)} for n in range(3)]
@@ -70,6 +71,19 @@ def test_async_reward_functions_are_awaited():
 
     with pytest.raises(ZeroDivisionError, match="mine"):
         rewards(fails)
+
+
+def test_async_reward_functions_of_a_run_wait_at_the_same_time():
+    here = []
+
+    async def judge(completions):
+        here.append(completions)
+        async with asyncio.timeout(9):
+            while len(here) < 2:
+                await asyncio.sleep(0.001)
+        return [1.0] * len(completions)
+
+    assert serve(lambda: rewards([judge, judge])) == [2.0] * 3
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 import statistics
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import TypeVar
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from nemo_rl_cpp.config import penalties
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.loop import RewardScalingConfig, RewardShapingConfig
-from nemo_rl_cpp.data.interfaces import LLMMessageLogType, TokenizerType
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType, Message, TokenizerType
+from nemo_rl_cpp.data.texts import text_of
 from nemo_rl_cpp.environments.single_turn import assistant_text, prompt_text
 
 BatchT = TypeVar("BatchT", bound=MutableMapping)
@@ -101,6 +103,7 @@ def apply_length_penalty(
     groups: dict[int, list[int]] = {}
     for row, group in enumerate(rollouts["group_id"].tolist()):
         groups.setdefault(group, []).append(row)
+    logs = _with_tags(rollouts["message_log"], tokenizer)
     for rows in groups.values():
         params = config.params_of(rollouts["task_name"][rows[0]] if "task_name" in rollouts else None)
         if not params.enabled:
@@ -109,7 +112,7 @@ def apply_length_penalty(
         if in_parts or not all(min(abs(reward), abs(reward - 1.0)) <= _TOLERANCE for reward in rewards):
             skipped += len(rows)
             continue
-        lengths = _lengths([rollouts["message_log"][row] for row in rows], params, tokenizer)
+        lengths = _lengths([logs[row] for row in rows], params, tokenizer)
         info = rollouts["extra_env_info"][rows[0]] if "extra_env_info" in rollouts else None
         info = info if isinstance(info, Mapping) else {}
         of_row = {name: band for name, band in (info.get("profile_band") or {}).items() if band is not None}
@@ -213,6 +216,23 @@ def reasoning_and_answer(text: str, opens_thinking: bool) -> tuple[str, str]:
     return (text.removeprefix(opening), "") if is_reasoning else ("", text)
 
 
+def _with_tags(logs: list[LLMMessageLogType], tokenizer: TokenizerType) -> list[LLMMessageLogType]:
+    """Return the conversations, with the thinking tags in the texts of the responses even if they are special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    added = backend.get_added_tokens_decoder() if backend is not None else {}
+    tags = {i: token.content for i, token in added.items() if token.special and token.content in THINKING_TAGS}
+
+    def text(ids: list[int]) -> str:
+        runs = [(tag, list(run)) for tag, run in groupby(ids, tags.get)]
+        return "".join(text_of(tokenizer, run) if tag is None else tag * len(run) for tag, run in runs)
+
+    def spelled(message: Message) -> Message:
+        is_response = message["role"] == "assistant"
+        return {**message, "content": text(message["token_ids"].tolist())} if is_response else message
+
+    return [[spelled(message) for message in log] for log in logs] if tags else logs
+
+
 def _opens_thinking(prompt: str) -> bool:
     return prompt.rstrip().endswith(THINKING_TAGS[0])
 
@@ -299,7 +319,7 @@ def apply_reward_penalties(
             ids = [tokenizer(tag, add_special_tokens=False)["input_ids"] for tag in THINKING_TAGS]
             tags = (ids[0][0], ids[1][0]) if all(len(each) == 1 for each in ids) else None
         defects["malformed_think_tag_rate"] = partial(has_malformed_thinking, tag_ids=tags)
-    logs = rollouts["message_log"]
+    logs = _with_tags(rollouts["message_log"], tokenizer)
     metrics, bad = {}, torch.zeros(len(logs), dtype=torch.bool)
     for name, has_defect in defects.items():
         found = torch.tensor([has_defect(log) for log in logs], dtype=torch.bool)

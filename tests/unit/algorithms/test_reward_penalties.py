@@ -2,7 +2,12 @@ import pytest
 import torch
 from nemo_rl_cpp.algorithms.reward_functions import apply_reward_penalties
 from nemo_rl_cpp.config.penalties import RewardPenaltyConfig
+from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 OPEN, CLOSE = 12, 13
 
@@ -50,6 +55,24 @@ def test_conversation_whose_last_response_is_empty_gets_zero_reward(texts, rewar
 def test_response_cut_within_thinking_that_the_prompt_opened_gets_zero_reward(text, reward):
     log = [message("user", [1], "What?<|assistant|>\n<think>\n"), message("assistant", [2], text)]
     assert penalised(log, penalize_empty_final_answer=True)[0] == reward
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_thinking_tags_that_are_special_tokens_separate_reasoning_from_answer(special):
+    """Environments' texts lack special tokens, so a good response after a prompt that ends with <think> had no answer."""
+    backend = Backend(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    backend.pre_tokenizer = Whitespace()
+    backend.add_tokens([AddedToken(tag, special=special) for tag in ("<think>", "</think>", "<end>")])
+    tags = Tokenizer(backend, {"eos_token": "<end>"})
+    for text, duplicated, reward in (
+        ("a </think> b <end>", False, 1.0),
+        ("b </think> b <end>", True, 1.0),
+        ("a </think> <end>", False, 0.0),
+    ):
+        ids = tags(text)["input_ids"]
+        log = [message("user", [0], "<think>"), message("assistant", ids, tags.decode(ids, skip_special_tokens=True))]
+        assert penalised(log, tags, penalize_empty_final_answer=True)[0] == reward
+        assert penalised(log, tags, penalize_duplicated_reasoning=True)[0] == 1.0 - duplicated
 
 
 def test_forbidden_token_gives_zero_reward_in_a_response_but_not_in_a_prompt():

@@ -89,7 +89,8 @@ class ProfileBandChannel(Section):
 class ProfileBandDefaults(Section):
     """The bands of `profile_band`: each sets how the reward falls with one of a response's lengths. The entry
     `profile_band` of a row's extra_env_info, for example {"total": {"a": 100, "b": 200, "f": 0.5}}, replaces them for
-    its prompt. A band that is not null here is applied, unless profile_band_total, _reasoning or _answer in the section `default` is set to false."""
+    its prompt. A band that is not null here is applied, unless profile_band_total, _reasoning or _answer in the section
+    `default` is set to false."""
 
     total: ProfileBandChannel | None = key(None, "Band for the length of the whole response. null: none.")
     reasoning: ProfileBandChannel | None = key(None, "Band for the length of the reasoning. null: none.")

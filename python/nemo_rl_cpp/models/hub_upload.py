@@ -19,7 +19,7 @@ from nemo_rl_cpp.errors import one_sentence
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain, dump_yaml
 from nemo_rl_cpp.hub.sources import SourceError, find_policy_weights, hub_endpoint, published_name
-from nemo_rl_cpp.models.weight_files import ADAPTER
+from nemo_rl_cpp.models.weight_files import ADAPTER, INDEX_FILE, SHARDS, SINGLE_FILE
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import TrainMasterConfig
@@ -43,9 +43,9 @@ def push_to_hub(
 ) -> str:
     """Upload a model folder, a checkpoint (`step_N`) or a run's newest checkpoint, with its model card. Return its URL.
 
-    Uploads configuration, weights, tokenizer, chat template, and the adapter of a run with LoRA (`adapter/`). A missing
-    repository is created, private unless `private` is False. `token` None: the token of `hf auth login` or HF_TOKEN.
-    `client` replaces `huggingface_hub.HfApi`.
+    Uploads configuration, weights, tokenizer, chat template, and the adapter of a run with LoRA (`adapter/`), in place
+    of the weights and adapter of an earlier upload. A missing repository is created, private unless `private` is False.
+    `token` None: the token of `hf auth login` or HF_TOKEN. `client` replaces `huggingface_hub.HfApi`.
 
     Raises ValueError for a folder without a model and for an invalid name, UploadError (a ValueError) if the Hub
     rejects the upload or is unreachable."""
@@ -71,6 +71,7 @@ def push_to_hub(
             folder_path=str(weights),
             repo_type="model",
             allow_patterns=_names(weights),
+            delete_patterns=[SINGLE_FILE, INDEX_FILE, SHARDS, f"{ADAPTER}/*"],  # of an earlier upload
             commit_message=message or f"{name}, by nemo_rl_cpp",
         )
     except Exception as error:  # the errors of httpx, requests and sockets differ by version of the library

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+SHARDS = "model-?????-of-?????.safetensors"
 FUSED = "model.layers.0.mlp.experts.0.gate_proj.bias"
 """A parameter that only models with gpt-oss's experts have, whose matrices are fused in checkpoints."""
 EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"

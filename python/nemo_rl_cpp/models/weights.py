@@ -157,11 +157,7 @@ def tensor_of(raw: weight_files.RawTensor) -> torch.Tensor:
 
 def remove_weights(folder: Path) -> None:
     """Remove the weights of an earlier save from the folder. Together with new weights they would be ambiguous."""
-    for old in (
-        folder / weight_files.SINGLE_FILE,
-        folder / weight_files.INDEX_FILE,
-        *folder.glob("model-?????-of-?????.safetensors"),
-    ):
+    for old in (folder / weight_files.SINGLE_FILE, folder / weight_files.INDEX_FILE, *folder.glob(weight_files.SHARDS)):
         old.unlink(missing_ok=True)
 
 

@@ -101,3 +101,16 @@ def test_only_model_tokenizer_and_adapter_files_are_uploaded_to_the_hub(tmp_path
         files, allow_patterns=sent["allow_patterns"], ignore_patterns=sent.get("ignore_patterns")
     )
     assert sorted(went) == sorted(model)
+
+
+def test_upload_replaces_the_weights_and_the_adapter_of_an_earlier_upload(run_folder, monkeypatch):
+    from huggingface_hub import HfApi
+
+    weights = ["model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors"]
+    there = [*weights, "adapter/base.json"]
+    client, api = Client(), HfApi()
+    push_to_hub(run_folder, "org/model", client=client)
+    monkeypatch.setattr(HfApi, "list_repo_files", lambda self, **options: [*there, "config.json", "mine.safetensors"])
+    patterns = client.calls[1][1]["delete_patterns"]
+    deleted = api._prepare_folder_deletions("org/model", "model", None, "", patterns)
+    assert sorted(each.path_in_repo for each in deleted) == sorted(there)

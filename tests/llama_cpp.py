@@ -13,7 +13,7 @@ from typing import Any
 
 def answers(jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Run the jobs {"file", "prompt" (ids), "texts"}. Return for each {"ids", "logprobs"} of the greedy continuation,
-    and the "tokens" of each text."""
+    the "count" of its tokens, and the "tokens" of each text."""
     out = folder / "llama_cpp.json"
     done = subprocess.run(
         [sys.executable, __file__, str(out)], input=json.dumps(jobs), capture_output=True, text=True, timeout=300
@@ -38,6 +38,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     return {
         "ids": [each["id"] for each in given],
         "logprobs": [each["logprob"] for each in given],
+        "count": done["usage"]["completion_tokens"] if "usage" in done else done["tokens_predicted"],
         "tokens": [tokens(server.listening_address, text) for text in job.get("texts", ())],
     }
 

@@ -10,6 +10,7 @@ from nemo_rl_cpp import cli
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.commands.export import FORMATS
 from nemo_rl_cpp.data.tokenizer import Tokenizer
+from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.gguf_export import check_family, compare_with_folder, export_gguf
 from nemo_rl_cpp.models.hf_config import canonical_config
@@ -257,6 +258,15 @@ def test_llama_cpp_with_an_exported_tokenizer_gives_the_token_ids_of_the_origina
         expected.append([tokenizer(text)["input_ids"] for text in TEXTS])
     for job, found, ids in zip(jobs, llama_cpp.answers(jobs, tmp_path), expected, strict=True):
         assert found["tokens"] == ids, job["file"]
+
+
+def test_llama_cpp_with_an_exported_model_ends_responses_at_the_third_end_token(tmp_path):
+    folder = tokenizer_folder("llama3", tmp_path)
+    export_gguf(folder, tmp_path / "model.gguf", "f32")
+    answer = TextGenerator(folder, precision="float32").generate(tokenizer_folders.TEXT, greedy=True)
+    prompt = Tokenizer.from_pretrained(folder)(tokenizer_folders.TEXT)["input_ids"]
+    (found,) = llama_cpp.answers([{"file": str(tmp_path / "model.gguf"), "prompt": prompt, "count": 60}], tmp_path)
+    assert answer.token_ids[-1] == 304 and found["count"] == len(answer.token_ids)
 
 
 @pytest.mark.parametrize("name, reason", [("unigram", "of type Unigram"), ("other_end", "of type WordLevel")])

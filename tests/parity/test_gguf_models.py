@@ -79,6 +79,7 @@ def test_tokenizer_read_from_a_gguf_file_encodes_and_decodes_like_the_exported_t
         assert found(text)["input_ids"] == ids
         assert found.decode(ids) == expected.decode(ids)
     assert (found.bos_token, found.eos_token) == (expected.bos_token, expected.eos_token)
+    assert set(found.eos_token_ids) == set(expected.eos_token_ids)
     assert found.chat_template == expected.chat_template
 
 

@@ -381,9 +381,9 @@ def _write_description(reader: GGUFReader, folder: Path) -> dict[str, Plain]:
     config = model_config(reader)
     write_tokenizer(reader, folder)
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    turn = value(reader, "tokenizer.ggml.eot_token_id")
-    if turn not in (None, ends["eos_token_id"]):
-        ends["eos_token_id"] = [end for end in (ends["eos_token_id"], turn) if end is not None]
+    every = [value(reader, f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+    if known := list(dict.fromkeys(end for end in every if end is not None)):
+        ends["eos_token_id"] = known[0] if len(known) == 1 else known
     for name, data in (("config.json", config), ("generation_config.json", ends)):
         (folder / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     return config

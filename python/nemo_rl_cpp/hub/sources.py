@@ -295,7 +295,7 @@ def _cached_folder(repo: str, files: Sequence[str]) -> Path | None:
 
 GGUF_FILE, GGUF_TABLE = "model.gguf", "model.gguf.json"
 """Files in the model folder made for a GGUF file: the link to it, and the table of its tensors' positions."""
-_GGUF_VERSION = 3  # version of the conversion; folders of other versions are not used
+_GGUF_VERSION = 4  # version of the conversion; folders of other versions are not used
 
 
 def gguf_folder(file: Path) -> Path:

@@ -517,8 +517,9 @@ def _add_special_tokens(writer: GGUFWriter, tokenizer: Tokenizer, ends: Sequence
         if (i := getattr(tokenizer, f"{name}_token_id")) is not None:
             getattr(writer, f"add_{name}_token_id")(i)
     others = [i for i in ends if i != tokenizer.eos_token_id]
-    if others:  # a file can name a second end token; llama.cpp recognises further ones by their texts
-        writer.add_eot_token_id(others[0])
+    # a file can name three end tokens; llama.cpp recognises further ones by their texts
+    for add, i in zip((writer.add_eot_token_id, writer.add_eom_token_id), others):
+        add(i)
     encoded = tokenizer("a")["input_ids"]
     writer.add_add_bos_token(tokenizer.bos_token_id is not None and encoded[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(tokenizer.eos_token_id is not None and encoded[-1] == tokenizer.eos_token_id)

@@ -60,6 +60,8 @@ _SAME_WORDS = {
     "refact": "smollm", "olmo": "gpt-2", "granite-docling": "gpt-2", "exaone4": "gpt-2", "lfm2": "llama-bpe", "pixtral": "llama-bpe", "dbrx": "llama-bpe", "glm4": "llama-bpe", "chatglm-bpe": "llama-bpe",
 }  # fmt: skip
 """Name in llama.cpp of a rule by which text is split into words -> the name above of the same rule."""
+_OF_LLAMA3 = "llama-bpe", "lfm2", "pixtral", "tekken"
+"""Rules of tokenizers that take a word that is a token as it is, without merges, and begin a text with BOS by default."""
 
 
 def _words(pre: str) -> pre_tokenizers.PreTokenizer:
@@ -82,7 +84,7 @@ def _words(pre: str) -> pre_tokenizers.PreTokenizer:
 def _byte_level(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
     pre = str(value(reader, "tokenizer.ggml.pre"))
     merges = [tuple(merge.split(" ", 1)) for merge in value(reader, "tokenizer.ggml.merges")]
-    whole_words = {"ignore_merges": True} if pre in ("llama-bpe", "lfm2", "pixtral", "tekken") else {}
+    whole_words = {"ignore_merges": True} if pre in _OF_LLAMA3 else {}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, byte_fallback=False, **whole_words))
     if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
@@ -136,9 +138,8 @@ def _tokenizer(reader: GGUFReader) -> tuple[Tokenizer, list[str]]:
     added = [token for token, flag in zip(tokens, kinds) if flag == TokenType.USER_DEFINED]
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added])
     ends = [value(reader, f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos")]
-    adds = [
-        value(reader, f"tokenizer.ggml.add_{role}_token", role == "bos" and kind != "gpt2") for role in ("bos", "eos")
-    ]
+    begins = kind != "gpt2" or value(reader, "tokenizer.ggml.pre") in _OF_LLAMA3
+    adds = [value(reader, f"tokenizer.ggml.add_{role}_token", begins and role == "bos") for role in ("bos", "eos")]
     first, last = ([tokens[i]] if add and i is not None else [] for add, i in zip(adds, ends))
     if first or last:
         known = [(text, vocab[text]) for text in first + last]

@@ -264,6 +264,13 @@ def test_gguf_file_of_mistral_small_3_is_read_as_mistral_without_windows(tmp_pat
     assert found.config["model_type"] == "mistral" and found.config["sliding_window"] is None
 
 
+def test_gguf_file_of_phi_4_mini_rotates_a_part_of_each_head_and_names_no_head_size(tmp_path, monkeypatch):
+    folder, _ = make("phi3_longrope", tmp_path, monkeypatch)
+    export_gguf(folder, folder / "model.gguf", "f32")
+    file = rewritten(folder / "model.gguf", tmp_path / "model.gguf", "phi3.attention.key", "phi3.attention.value")
+    assert read_model_folder(resolve_model(file)).native()["head_dim"] == 16
+
+
 def test_fused_projection_in_an_older_gguf_file_of_qwen3_next_is_split(tmp_path):
     """It holds of each of two key heads 32 rows of q and of k, and 96 of v and of z."""
     folder, file = folder_of_blocks(tmp_path / "folder", QWEN3_NEXT), tmp_path / "model.gguf"

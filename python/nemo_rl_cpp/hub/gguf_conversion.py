@@ -174,8 +174,8 @@ def _add_sizes(reader: GGUFReader, config: dict[str, Plain]) -> None:
         _add_layers_with_mamba2(reader, config)
     if model_type in ("deepseek_v3", "glm4_moe", "nemotron_h"):
         _add_router(reader, config)
-    head_dim = value(reader, "{arch}.attention.key_length") or value(reader, "{arch}.rope.dimension_count")
-    config["head_dim"] = int(head_dim or config["hidden_size"] // config["num_attention_heads"])
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    config["head_dim"] = int(value(reader, "{arch}.attention.key_length", head_dim))
     rotary = value(reader, "{arch}.rope.dimension_count") or config["head_dim"]
     if model_type == "gemma4_text":
         _add_gemma4(reader, config)

@@ -34,6 +34,7 @@ _HUB_DEADLINE = 8.0  # seconds after which a Hub that does not answer is conside
 _MODEL_FILES = [
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json",
 ]  # fmt: skip
+_OTHER_FORMATS = ["original/*", "consolidated*"]  # copies of the weights of gpt-oss, Llama and Mistral
 TOKENIZER_FILES = [
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*", "vocab.*", "merges.txt",
     "config.json", "generation_config.json",
@@ -267,7 +268,8 @@ def hub_folder(repo: str, files: Sequence[str], ask_hub: bool = True, key: str =
         return folder
     if check_on_hub(repo, "model", key):
         try:
-            return Path(huggingface_hub.snapshot_download(repo, allow_patterns=[*files]))
+            download = huggingface_hub.snapshot_download
+            return Path(download(repo, allow_patterns=[*files], ignore_patterns=_OTHER_FORMATS))
         except huggingface_hub.errors.GatedRepoError as error:  # of a gated model the metadata are public
             raise _gated(repo, "model") from error
         except Exception as error:  # noqa: BLE001 - network and disk errors differ by version of the library

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from nemo_rl_cpp.hub import sources
 
 CLOSED_PORT = "http://127.0.0.1:9"  # "discard": nothing listens there
@@ -147,6 +148,17 @@ def test_interrupted_model_download_is_an_error_and_not_replaced_by_the_packaged
     with pytest.raises(sources.DownloadError, match="no space left on device.*start the run again to go on$") as caught:
         sources.resolve_model("HuggingFaceTB/SmolLM2-135M-Instruct")
     assert caught.value.exit_status == 1
+
+
+def test_copies_of_the_weights_in_other_formats_are_not_downloaded(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(sources, "check_on_hub", lambda *given: True)
+    download = lambda repo, **options: asked.update(options) or repo  # noqa: E731
+    monkeypatch.setattr(sources.huggingface_hub, "snapshot_download", download)
+    sources.resolve_model("some/model")
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]
+    copies = ["consolidated.safetensors", "original/config.json", "original/model.safetensors", "metal/model.bin"]
+    assert list(filter_repo_objects(wanted + copies, **asked)) == wanted
 
 
 def test_tokenizer_in_the_hub_cache_is_used_without_contacting_the_hub(tmp_path):

@@ -207,7 +207,7 @@ class Routes:
         return types.TrainingRun(
             training_run_id=run, base_model=facts.base_model, model_owner="local", is_lora=True, lora_rank=facts.shape.rank,
             last_request_time=datetime.fromtimestamp(facts.time, UTC), last_checkpoint=last.get("weights"),
-            last_sampler_checkpoint=last.get("sampler_weights"),
+            last_sampler_checkpoint=last.get("sampler_weights"), user_metadata=facts.run_metadata,
         )  # fmt: skip
 
     async def session(self, request: Request) -> Response:

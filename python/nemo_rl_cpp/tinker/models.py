@@ -152,7 +152,8 @@ class Models:
                 (folder / ADAPTER).rmdir()
 
         place = Place(model.id, kind, name)
-        facts = Facts(self.base.names[0], model.facts.shape, next_seq, user_metadata, ttl_seconds)
+        known = model.facts.shape, next_seq, user_metadata, ttl_seconds
+        facts = Facts(self.base.names[0], *known, run_metadata=model.facts.run_metadata)
         self.store.save(place, facts, write, overwrite)
         return place.path
 

@@ -227,7 +227,7 @@ class Service:
         lora = request.lora_config or types.LoraConfig(rank=32)
         shape = Shape(lora.rank, lora.train_mlp, lora.train_attn)
 
-        model = self._new_model(request.session_id, request.model_seq_id, shape)
+        model = self._new_model(request.session_id, request.model_seq_id, shape, request.user_metadata)
 
         def run() -> dict:
             self.check_base(request.base_model)
@@ -238,10 +238,10 @@ class Service:
 
         return self.queue(model, 0, run)
 
-    def _new_model(self, session_id: str, number: int, shape: Shape) -> TrainedModel:
+    def _new_model(self, session_id: str, number: int, shape: Shape, metadata: dict[str, str] | None) -> TrainedModel:
         model_id = f"{session_id}:train:{number}"
         Place.of(f"tinker://{model_id}/weights/x")  # part of its checkpoints' names
-        model = TrainedModel(model_id, Facts(self.base.names[0], shape), session=session_id)
+        model = TrainedModel(model_id, Facts(self.base.names[0], shape, run_metadata=metadata), session=session_id)
         return self.models.setdefault(model_id, model)
 
     def model(self, model_id: str) -> TrainedModel:
@@ -326,7 +326,8 @@ class Service:
         if request.kind != "snapshot":
             raise ValueError(f"samplers of kind {request.kind!r} are not here: take snapshots")
         if request.path is not None:
-            path = self.core.save(model, "sampler_weights", request.path, ttl_seconds=request.ttl_seconds)
+            options = {"ttl_seconds": request.ttl_seconds, "user_metadata": request.user_metadata}
+            path = self.core.save(model, "sampler_weights", request.path, **options)
             return {"type": "save_weights_for_sampler", "path": path}
         name = f"{model.session}:sample:{request.sampling_session_seq_id or 0}"
         mine = [n for n, sampler in self.samplers.items() if sampler.snapshot_of == model.id]
@@ -354,7 +355,8 @@ class Service:
             if request.base_model is not None:
                 self.check_base(request.base_model)
             shape = self.store.facts(place).shape
-            model, seq = self._new_model(request.session_id, request.model_seq_id or 0, shape), 0
+            number, metadata = request.model_seq_id or 0, request.user_metadata
+            model, seq = self._new_model(request.session_id, number, shape, metadata), 0
 
         def run() -> dict:
             self.core.load(model, place, optimizer=request.optimizer)

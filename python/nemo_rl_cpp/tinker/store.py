@@ -45,7 +45,7 @@ class Place:
 @dataclass
 class Facts:
     """The metadata of a checkpoint. `next_seq` is the number of the model's next request after the checkpoint was
-    saved."""
+    saved; `run_metadata` is the user's metadata of its training run."""
 
     base_model: str
     shape: Shape
@@ -53,6 +53,7 @@ class Facts:
     user_metadata: dict[str, str] | None = None
     ttl_seconds: int | None = None
     time: float = field(default_factory=time.time)
+    run_metadata: dict[str, str] | None = None
 
 
 class Store:

@@ -187,6 +187,18 @@ def test_tinker_checkpoints_are_listed_downloaded_as_peft_adapters_and_deleted(s
     assert [c.checkpoint_type for c in left] == ["sampler", "external"]
 
 
+def test_user_metadata_of_tinker_training_runs_and_checkpoints_is_returned(sdk, served):
+    client = sdk.create_lora_training_client("tiny", rank=4, user_metadata={"run": "a"}).result()
+    path = client.save_state("saved", user_metadata={"step": "1"}).result().path
+    client.save_weights_for_sampler("sampler", user_metadata={"step": "2"}).result()
+    again = sdk.create_training_client_from_state(path, user_metadata={"run": "b"}).result()
+    rest = tinker.RestClient(base_url=served[0], api_key=KEY)
+    listed = rest.list_checkpoints(client.model_id).result().checkpoints
+    assert [each.user_metadata for each in listed] == [{"step": "1"}, {"step": "2"}]
+    runs = [rest.get_training_run(each.model_id).result() for each in (client, again)]
+    assert [run.user_metadata for run in runs] == [{"run": "a"}, {"run": "b"}]
+
+
 def test_tinker_base_model_can_be_sampled_with_top_logprobs_and_stop_sequences(sdk):
     sampler = sdk.create_sampling_client(base_model="tiny").result()
     prompt = types.ModelInput.from_ints([3, 4, 5])

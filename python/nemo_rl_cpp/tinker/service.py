@@ -179,6 +179,11 @@ def _in_turn(call: Callable[[Service, TrainedModel, R], object]) -> Callable[[Se
     return queue
 
 
+def _check_optimizer(config: types.OptimizerConfig | None) -> None:
+    if config is not None and config.type != "adamw":
+        raise ValueError(f"the optimizer {config.type!r} is not here: take adamw")
+
+
 class Service:
     """The server's sessions, models, samplers and checkpoints. An `UntypedAPIFuture` refers to a queued request."""
 
@@ -231,8 +236,7 @@ class Service:
 
         def run() -> dict:
             self.check_base(request.base_model)
-            if request.optimizer_config.type != "adamw":
-                raise ValueError(f"the optimizer {request.optimizer_config.type!r} is not here: take adamw")
+            _check_optimizer(request.optimizer_config)
             self.core.create(model, lora.seed or 0)
             return types.CreateModelResponse(model_id=model.id).model_dump()
 
@@ -359,6 +363,7 @@ class Service:
             model, seq = self._new_model(request.session_id, number, shape, metadata), 0
 
         def run() -> dict:
+            _check_optimizer(request.optimizer_config)
             self.core.load(model, place, optimizer=request.optimizer)
             return types.LoadWeightsResponse(path=place.path, model_id=model.id, type="load_weights").model_dump()
 

@@ -199,6 +199,12 @@ def test_user_metadata_of_tinker_training_runs_and_checkpoints_is_returned(sdk, 
     assert [run.user_metadata for run in runs] == [{"run": "a"}, {"run": "b"}]
 
 
+def test_tinker_model_from_a_state_with_another_optimizer_than_adamw_is_an_error(sdk):
+    path = new_client(sdk).save_state("adamw").result().path
+    with pytest.raises(tinker.RequestFailedError, match="the optimizer 'dimuon' is not here: take adamw"):
+        sdk.create_training_client_from_state(path, optimizer=types.DimuonOptimizerConfig()).result()
+
+
 def test_tinker_base_model_can_be_sampled_with_top_logprobs_and_stop_sequences(sdk):
     sampler = sdk.create_sampling_client(base_model="tiny").result()
     prompt = types.ModelInput.from_ints([3, 4, 5])

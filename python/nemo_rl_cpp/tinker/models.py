@@ -222,7 +222,8 @@ class Models:
             response.prompt_logprobs = self.prompt_logprobs(sampler, prompt, request.prompt_logprobs_last_n)
         if request.topk_prompt_logprobs > 0:
             found = adapted.likeliest_of_prompt(sampler.adapter, prompt, request.topk_prompt_logprobs)
-            response.topk_prompt_logprobs = [None, *found]
+            first = max(1, len(prompt) - (request.prompt_logprobs_last_n or len(prompt)))
+            response.topk_prompt_logprobs = [None] * first + found[first - 1 :]
         is_plain = temperature == 1 and params.top_p == 1 and not top_k
 
         def finish(samples: list[Sample]) -> types.SampleResponse:

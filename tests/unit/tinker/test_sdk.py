@@ -213,7 +213,7 @@ def test_tinker_base_model_can_be_sampled_with_top_logprobs_and_stop_sequences(s
         topk_prompt_logprobs=3, topk_sample_logprobs=2, prompt_logprobs_last_n=1,
     ).result()  # fmt: skip
     assert answer.prompt_logprobs[:2] == [None, None] and answer.prompt_logprobs[2] < 0
-    assert answer.topk_prompt_logprobs[0] is None and len(answer.topk_prompt_logprobs[2]) == 3
+    assert answer.topk_prompt_logprobs[:2] == [None, None] and len(answer.topk_prompt_logprobs[2]) == 3
     assert [len(row) for row in answer.sequences[0].topk_logprobs] == [2] * 6
     assert {s.stop_reason for s in answer.sequences} == {"length"}
     assert len({s.sequence_id for s in answer.sequences}) == 2

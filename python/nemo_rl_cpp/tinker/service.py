@@ -193,7 +193,7 @@ class Service:
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, TrainedModel] = {}
         self.samplers: dict[str, Sampler] = {}
-        self.tokenizer_id = str(base.folder.path or store.root.absolute() / "tokenizer")
+        self.tokenizer_id = str((base.folder.path or store.root / "tokenizer").absolute())
         if base.folder.path is None:
             base.tokenizer.save_pretrained(self.tokenizer_id)
 

@@ -205,6 +205,14 @@ def test_tinker_model_from_a_state_with_another_optimizer_than_adamw_is_an_error
         sdk.create_training_client_from_state(path, optimizer=types.DimuonOptimizerConfig()).result()
 
 
+def test_tinker_clients_get_the_absolute_path_of_the_tokenizer_of_a_relative_model_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with serving(Path("here")) as (url, _):
+        client = new_client(tinker.ServiceClient(base_url=url, api_key=KEY))
+        monkeypatch.chdir("/")
+        assert client.get_tokenizer()("Hello")["input_ids"]
+
+
 def test_tinker_base_model_can_be_sampled_with_top_logprobs_and_stop_sequences(sdk):
     sampler = sdk.create_sampling_client(base_model="tiny").result()
     prompt = types.ModelInput.from_ints([3, 4, 5])

@@ -285,6 +285,7 @@ def _train(
 
     with build_run(config, data=data, callbacks=callbacks) as run:
         run.train()
+    engine = run.collector.generation
     return TrainResult(
         run.history,
         run.validations,
@@ -292,6 +293,6 @@ def _train(
         run.tokenizer,
         config,
         run.log_dir,
-        run.collector.generation,
+        getattr(engine, "inner", engine),  # without the HTTP server of expose_http_server
         run.state.step,
     )

@@ -125,6 +125,12 @@ def test_training_result_generates_greedily_unless_a_temperature_is_given(tmp_pa
     assert result.generate([]) == []
 
 
+def test_training_result_of_a_run_that_served_the_policy_generates_and_is_evaluated(tmp_path):
+    result = run(tmp_path, num_steps=1, policy__generation__expose_http_server=True)
+    assert result.generate(["12="]) == run(tmp_path, num_steps=1).generate(["12="])
+    assert nemo_rl_cpp.evaluate(result, ROWS, share_right).prompts == len(ROWS)
+
+
 def captured(monkeypatch, call, reward_funcs=share_right, **options):
     """(configuration, environment) of a call that is checked and then does not train."""
     from nemo_rl_cpp.api import training

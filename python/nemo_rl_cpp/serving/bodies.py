@@ -24,7 +24,7 @@ Key = Annotated[str, Field(min_length=1, max_length=256)]
 
 _NEUTRAL: dict[str, object] = {
     "min_p": 0, "min_tokens": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {},
-    "bad_words": [], "spaces_between_special_tokens": True, "detokenize": True, "prompt_logprobs": 0, "echo": False,
+    "bad_words": [], "spaces_between_special_tokens": True, "detokenize": True, "echo": False,
     "priority": 0, "parallel_tool_calls": True, "response_format": {"type": "text"}, "modalities": ["text"],
     "verbosity": "medium", "add_generation_prompt": True,
 }  # fmt: skip
@@ -193,7 +193,7 @@ def read_body(kind: type[Body], data: object) -> Body:
     """Return `data` as a validated body of the class `kind`. Raise RequestError for the first invalid field."""
     if not isinstance(data, dict):
         raise RequestError(f"the body is a JSON {type(data).__name__}: expected an object")
-    data = _without_neutral(data, _IGNORED, kept={"prompt_logprobs", "echo"} if kind is CompletionBody else set())
+    data = _without_neutral(data, _IGNORED, kept={"echo"} if kind is CompletionBody else set())
     if kind is GenerateBody and isinstance(data.get("sampling_params"), dict):
         data["sampling_params"] = _without_neutral(data["sampling_params"], _IGNORED_PARAMS)
     try:

@@ -88,6 +88,7 @@ def test_unsupported_chat_fields_that_would_change_the_response_are_rejected(htt
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     for more, said in (
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs is not known here"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 1}, "top_logprobs is given without logprobs: true"),
         ({"max_completion_tokens": 3}, "max_tokens is 2 and max_completion_tokens 3"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -298,7 +299,7 @@ class ChatAnswer(TextAnswer):
     def __init__(self, model: ServedModel, body: ChatBody, rollout: Rollout | None, request_id: str) -> None:
         self._messages, self._tools = body.messages, body.tools if body.tool_choice != "none" else None
         self._options = body.chat_template_kwargs | ({"tools": self._tools} if self._tools else {})
-        self._logprobs = body.logprobs
+        self._logprobs, self._call_id = body.logprobs, uuid.uuid4().hex[:8]
         self.kept = chat.MARKS if self._tools else ()
         if self._tools and chat.MARK not in str(getattr(model.tokenizer, "chat_template", None)):
             raise RequestError("the model's chat template has no <tool_call>: leave tools out", param="tools")
@@ -324,7 +325,7 @@ class ChatAnswer(TextAnswer):
             return spelled, chat.ParsedToolCalls(spelled.text)
         end = self.served.tokenizer.decode(self.prompts[0][-chat.ENOUGH_IDS :], skip_special_tokens=False)
         opens_thinking = end.rstrip().endswith(chat.THINK)  # as the templates of some reasoning models do
-        return spelled, chat.find_calls(spelled.text, f"{self.id[-8:]}_{k}", opens_thinking, self._tools)
+        return spelled, chat.find_calls(spelled.text, f"{self._call_id}_{k}", opens_thinking, self._tools)
 
     def _complete(self, k: int, sample: Sample, name: str = "message") -> Json:
         """Return the `choices` entry of the complete response `k`, whose message has the key `name`."""
@@ -384,7 +385,7 @@ class GenerateAnswer(Answer):
 
     def __init__(self, model: ServedModel, body: GenerateBody, rollout: Rollout | None, request_id: str) -> None:
         params = body.sampling_params
-        self.id, self.model = body.request_id or request_id, model.check_name(body.model)
+        self.id, self.model = request_id, model.check_name(body.model)
         self.streams, self._body, self._count = body.stream, body, params.logprobs
         self.samples, self.seed = params.n or 1, params.seed
         self.prompts = [list(body.token_ids)]

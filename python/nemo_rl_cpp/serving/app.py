@@ -196,7 +196,7 @@ class Service:
         deadline = asyncio.get_running_loop().time() + limit
         rollout = self.model.rollout_of(body, request.headers.get(HEADER))
         # texts are tokenized in another thread, so that a long text does not block other requests
-        answer = await asyncio.to_thread(make, self.model, body, rollout, uuid.uuid4().hex)
+        answer = await asyncio.to_thread(make, self.model, body, rollout, body.request_id or uuid.uuid4().hex)
         conversation = Conversation(self, answer, rollout)
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(conversation.under_way())

@@ -21,6 +21,7 @@ StopTexts = Annotated[
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
 Key = Annotated[str, Field(min_length=1, max_length=256)]
+RequestId = Annotated[str, Field(pattern="^[!-~]+$", max_length=256)]  # is sent back in a header
 
 _NEUTRAL: dict[str, object] = {
     "min_p": 0, "min_tokens": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {},
@@ -88,7 +89,7 @@ class TextBody(SamplingFields):
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
     rollout_key: Key | None = None
-    request_id: Text | None = None
+    request_id: RequestId | None = None
 
 
 class CompletionBody(TextBody):
@@ -182,7 +183,7 @@ class GenerateBody(_Body):
     stream_options: StreamOptions = StreamOptions()
     output_mode: Literal["tokens"] = "tokens"
     return_token_ids: bool = False
-    request_id: Text | None = None
+    request_id: RequestId | None = None
     rollout_key: Key | None = None
 
 

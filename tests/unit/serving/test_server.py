@@ -54,6 +54,19 @@ def test_http_server_generates_the_same_texts_as_the_python_api(http, library, r
     assert choice["message"] == {"role": "assistant", "content": mine.text}
 
 
+def test_response_has_the_id_of_its_request_which_must_fit_in_a_header(http):
+    asked = {
+        "/v1/completions": ("cmpl-", {"prompt": "x", "max_tokens": 1}),
+        "/v1/chat/completions": ("chatcmpl-", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+        "/inference/v1/generate": ("", {"token_ids": [5], "sampling_params": {"max_tokens": 1}}),
+    }
+    for route, (before, body) in asked.items():
+        assert http.post(route, json=body | {"request_id": "mine"}).headers["x-request-id"] == f"{before}mine"
+        for wrong in ("two\nlines", "漢字", ""):
+            answer = http.post(route, json=body | {"request_id": wrong})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "request_id"
+
+
 def test_streamed_pieces_of_a_served_response_concatenate_to_the_whole_response(http):
     ask = {"prompt": "Hello there", "max_tokens": 40, "temperature": 1, "seed": 1, "n": 2, "logprobs": 0}
     whole = post(http, "/v1/completions", **ask)

@@ -7,6 +7,7 @@ import llama_cpp
 import numpy as np
 import pytest
 import tiny
+import tokenizer_folders
 import torch
 from block_matrices import blocks_in, blocks_of
 from nemo_rl_cpp import load
@@ -102,6 +103,19 @@ def test_tokenizers_whose_rule_has_another_name_in_llama_cpp_encode_like_llama_c
             expected.append(Tokenizer.from_pretrained(resolve_model(file)))
     for job, found, tokenizer in zip(jobs, llama_cpp.answers(jobs, tmp_path), expected, strict=True):
         assert found["tokens"] == [tokenizer(text)["input_ids"] for text in TEXTS], job["file"]
+
+
+def test_end_of_a_turn_that_a_gguf_file_of_phi_3_does_not_name_ends_a_response_as_in_llama_cpp(tmp_path):
+    words = lambda: tokenizer_folders.byte_level(["<|endoftext|>", "<|end|>"])  # noqa: E731
+    template = tokenizer_folders.CHATML.replace("<|im_end|>", "<|end|>")
+    settings, text = {"eos_token": "<|endoftext|>", "chat_template": template}, tokenizer_folders.TEXT
+    kind = tokenizer_folders.Kind(words, settings, "<|end|>", ["<|endoftext|>"], config="<|endoftext|>")
+    export_gguf(tokenizer_folders.write(kind, tmp_path / "folder"), tmp_path / "model.gguf", "f32")
+    model = TextGenerator(tmp_path / "model.gguf", precision="float32")
+    answer = model.generate(text, greedy=True)
+    job = {"file": str(tmp_path / "model.gguf"), "prompt": model.tokenizer(text)["input_ids"], "count": 60}
+    (found,) = llama_cpp.answers([job], tmp_path)
+    assert answer.finish_reason == "stop" and found["count"] == len(answer.token_ids)
 
 
 SIZES = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)  # fmt: skip

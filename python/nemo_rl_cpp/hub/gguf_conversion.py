@@ -376,13 +376,25 @@ def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
+_TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|call|>", "<end_of_turn>")
+
+
+def _end_token_ids(reader: GGUFReader) -> list[int]:
+    """Return the end tokens that the file names, and those of `_TURN_ENDS` in its chat template: files of Phi 3 do not
+    name theirs, and llama.cpp knows these tokens by their texts. In gpt-oss <|end|> ends a message, but no turn."""
+    named = [value(reader, f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+    tokens, template = value(reader, "tokenizer.ggml.tokens"), str(value(reader, "tokenizer.chat_template"))
+    turns = [text for text in _TURN_ENDS if text in template and (text != "<|end|>" or "<|return|>" not in template)]
+    turns = [tokens.index(text) for text in turns if text in tokens]
+    return list(dict.fromkeys(end for end in (*named, *turns) if end is not None))
+
+
 def _write_description(reader: GGUFReader, folder: Path) -> dict[str, Plain]:
     """Write config.json, generation_config.json and the tokenizer, and return config.json's content."""
     config = model_config(reader)
     write_tokenizer(reader, folder)
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    every = [value(reader, f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
-    if known := list(dict.fromkeys(end for end in every if end is not None)):
+    if known := _end_token_ids(reader):
         ends["eos_token_id"] = known[0] if len(known) == 1 else known
     for name, data in (("config.json", config), ("generation_config.json", ends)):
         (folder / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

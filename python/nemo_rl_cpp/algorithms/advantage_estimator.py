@@ -104,9 +104,9 @@ class GRPOAdvantageEstimator(_SampleEstimator):
 
 class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
     """GDPO (arXiv:2601.05242): GRPO on each reward component `reward/<name>`. The weighted sum of the components'
-    advantages is whitened over the samples. The key `reward_weights` has one weight per component, in the order of the
-    sorted names. If it is None, the weights are those in `part_weights`, {component name: weight}, which the run copies
-    from its reward functions; a component that is not in there has weight 1."""
+    advantages is whitened over the valid samples; others get 0. The key `reward_weights` has one weight per component,
+    in the order of the sorted names. If it is None, the weights are those in `part_weights`, {component name: weight},
+    which the run copies from its reward functions; a component that is not in there has weight 1."""
 
     part_weights: Mapping[str, float] = MappingProxyType({})
 
@@ -127,7 +127,9 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
             )
         grpo = super()._of_samples
         parts = torch.stack([grpo(samples._replace(rewards=samples.columns[key])) for key in keys])
-        return ops.gdpo_advantages(parts, torch.tensor(weights, dtype=torch.float64))
+        valid, advantages = samples.valid != 0, torch.zeros_like(parts[0])
+        advantages[valid] = ops.gdpo_advantages(parts[:, valid], torch.tensor(weights, dtype=torch.float64))
+        return advantages
 
 
 def _sums_of_groups(groups: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

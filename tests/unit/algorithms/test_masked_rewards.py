@@ -1,6 +1,6 @@
 import pytest
 import torch
-from nemo_rl_cpp.algorithms.advantage_estimator import GRPOAdvantageEstimator
+from nemo_rl_cpp.algorithms.advantage_estimator import GDPOAdvantageEstimator, GRPOAdvantageEstimator
 from nemo_rl_cpp.algorithms.algorithm import GroupAdvantages
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.config.loop import AdvEstimatorConfig, GRPOConfig
@@ -30,6 +30,17 @@ def test_grpo_baseline_ignores_masked_samples_if_masked_rewards_are_excluded():
     excluded = advantages(batch, masked_reward_policy="exclude")
     assert included == [-0.5, 0.5, -0.5, 0.5]
     assert excluded[1:] == pytest.approx([1 / 3, -2 / 3, 1 / 3])
+
+
+@pytest.mark.parametrize("reward", [0.0, 100.0])
+def test_gdpo_advantages_ignore_masked_samples_if_masked_rewards_are_excluded(reward):
+    batch, without = train_batch([0.0] * 4, [0.0, 1.0, 1.0, 1.0]), train_batch([0.0] * 3, [1.0] * 3)
+    for name, values in (("reward/a", [1.0, 0.0, 1.0]), ("reward/b", [0.5, 0.0, 0.2])):
+        batch[name], without[name] = torch.tensor([reward, *values]), torch.tensor(values)
+    stage = GroupAdvantages(GDPOAdvantageEstimator({"name": "gdpo"}, None), GRPOConfig(masked_reward_policy="exclude"))
+    stage.add(batch)
+    stage.add(without)
+    assert torch.equal(batch["advantages"][1:], without["advantages"])
 
 
 def rollouts(rewards, truncated, masked=None):

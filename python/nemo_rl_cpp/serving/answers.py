@@ -262,11 +262,14 @@ class CompletionAnswer(TextAnswer):
 
     def _echoed(self, number: int) -> Spelled:
         """Return the tokens of a prompt with their texts, and if they are asked for with their log-probabilities. A BOS
-        token that is not in the text of the request has no text."""
+        token that is not in the text of the request has no text. Without log-probabilities the first token has the text
+        of the request, which its tokens do not spell if the tokenizer normalises texts."""
         ids, given, tokenizer = self.prompts[number], self._given[number], self.served.tokenizer
         bos = getattr(tokenizer, "bos_token", None)
         added = isinstance(given, str) and ids[0] == tokenizer.bos_token_id and not given.startswith(bos) if bos else 0
         texts = [""] * added + TextStream(tokenizer, skip_special=False).push(ids[added:], last=True)
+        if isinstance(given, str) and not self._logprobs:
+            texts = [given, *[""] * (len(ids) - 1)]
         scored, likeliest = self._scored[number] if self._scored else ([], [])
         return Spelled(Sample([*ids], [None, *scored[1:]], 0, [*likeliest]), texts)
 

@@ -1,10 +1,13 @@
 import json
 
+import httpx
 import pytest
+import tokenizer_folders
 import torch
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.models.policy.lm_policy import Policy
+from served import serving
 
 PROMPT = "what is 12"
 
@@ -71,6 +74,14 @@ def test_echoed_prompt_has_its_tokens_logprobs_and_most_likely_tokens(http, fold
         assert told["token_logprobs"][i] == every[ids[i]].item()
         found = {*told["top_logprobs"][i].values()}
         assert found == {*every.topk(2).values.tolist(), told["token_logprobs"][i]}
+
+
+def test_echoed_prompt_is_the_text_of_the_request_also_if_the_tokenizer_normalises_it(tmp_path):
+    prompt = "cafe\u0301"  # which Qwen's tokenizer composes
+    with serving(tokenizer_folders.write(tokenizer_folders.KINDS["qwen"], tmp_path)) as server:
+        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "echo": True}
+        choice = httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]
+    assert choice["text"].startswith(prompt)
 
 
 def test_served_top_logprobs_contain_only_tokens_that_can_be_sampled(http):

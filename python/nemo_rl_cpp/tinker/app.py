@@ -22,10 +22,12 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.types.try_again_response import TryAgainResponse
 
+from nemo_rl_cpp.argument_checks import whole_number
 from nemo_rl_cpp.files.durable import MANIFEST
 from nemo_rl_cpp.serving.http_server import HttpServer, listen, read_json, read_raw, serve_until_ended
 from nemo_rl_cpp.serving.model import EngineSizes
 from nemo_rl_cpp.tinker.adapters import Base
+from nemo_rl_cpp.tinker.models import LONGEST_LIFE
 from nemo_rl_cpp.tinker.service import NotFoundError, Service, encoded
 from nemo_rl_cpp.tinker.store import KINDS, Place, Store
 
@@ -162,9 +164,11 @@ class Routes:
         await asyncio.wrap_future(self.service.worker.do(lambda: self.service.store.delete(self._place(request))))
         return Response(status_code=_NO_CONTENT)
 
-    async def keep_checkpoint(self, request: Request) -> Response:
-        """Accept, without effect, a request to set a checkpoint's time to live: checkpoints do not expire."""
-        self.service.store.facts(self._place(request))
+    async def set_ttl(self, request: Request) -> Response:
+        """Record when a checkpoint expires, in seconds from now; null: never. Nothing is deleted."""
+        given, place = (await self._json_body(request)).get("ttl_seconds"), self._place(request)
+        seconds = None if given is None else whole_number("ttl_seconds", given, 1, LONGEST_LIFE)
+        await asyncio.wrap_future(self.service.worker.do(lambda: self.service.store.set_ttl(place, seconds)))
         return Response(status_code=_NO_CONTENT)
 
     async def download_urls(self, request: Request) -> Response:
@@ -336,7 +340,7 @@ def make_app(service: Service, api_key: str | None = None, max_body_bytes: int =
         Route("/api/v1/healthz", r.health),
         Route("/api/v1/files/{run}/{kind}/{name}/{file}", r.download),
         Route(f"/api/v1/{checkpoint}", r.guarded(r.delete_checkpoint), methods=["DELETE"]),
-        Route(f"/api/v1/{checkpoint}/ttl", r.guarded(r.keep_checkpoint), methods=["PUT"]),
+        Route(f"/api/v1/{checkpoint}/ttl", r.guarded(r.set_ttl), methods=["PUT"]),
     ]
     return Starlette(routes=routes, exception_handlers=dict.fromkeys((ValueError, ClientDisconnect), _refused))
 

@@ -26,7 +26,7 @@ from nemo_rl_cpp.tinker.worker import Answers, Sampler, Worker
 CustomLoss = Callable[[Sequence[types.Datum], list[Tensor]], tuple[Tensor, dict[str, float]]]
 """A loss of a client: takes the data and the log-probabilities of each datum's targets; returns the loss and metrics."""
 _OPTIMIZER, _STEPS = "optimizer.safetensors", "optimizer.json"
-_SEEDS, _LONGEST_LIFE = 1 << 62, 1 << 32
+_SEEDS, LONGEST_LIFE = 1 << 62, 1 << 32
 TARGETS = "target_tokens"
 _WIDEST = 4096  # targets per token
 _LARGEST_BETA = 0.999999
@@ -133,7 +133,7 @@ class Models:
                 "external_weights" are adapters in PEFT's format for download.
             next_seq: the number of the model's next request."""
         state, adapted = model.trained, model.adapted
-        if ttl_seconds is not None and not 0 < ttl_seconds < _LONGEST_LIFE:
+        if ttl_seconds is not None and not 0 < ttl_seconds <= LONGEST_LIFE:
             raise ValueError(f"ttl_seconds is {ttl_seconds}, expected 1 to 2^32")
 
         def write(folder: Path) -> None:

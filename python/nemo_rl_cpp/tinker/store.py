@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nemo_rl_cpp.files.durable import manifest_facts, publish_folder, rename, seal_folder
+from nemo_rl_cpp.files.durable import MANIFEST, manifest_facts, publish_folder, rename, seal_folder, write_atomic
 from nemo_rl_cpp.files.folder_lock import FolderLock, make_folder
 from nemo_rl_cpp.tinker.adapters import Shape
 
@@ -100,6 +101,13 @@ class Store:
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
+
+    def set_ttl(self, place: Place, seconds: int | None) -> None:
+        """Record that a checkpoint expires in so many seconds from now; None: never. Raise ValueError if it does not
+        exist."""
+        passed, file = int(time.time() - self.facts(place).time), self.folder(place) / MANIFEST
+        ttl = {"ttl_seconds": None if seconds is None else passed + seconds}
+        write_atomic(file, json.dumps(json.loads(file.read_bytes()) | ttl, indent=1, sort_keys=True))
 
     def delete(self, place: Place) -> None:
         """Delete a checkpoint. Raise ValueError if it does not exist."""

@@ -1,3 +1,4 @@
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.request import urlopen
@@ -185,6 +186,22 @@ def test_tinker_checkpoints_are_listed_downloaded_as_peft_adapters_and_deleted(s
     assert len(rest.list_user_checkpoints().result().checkpoints) >= 2
     left = rest.list_checkpoints(client.model_id).result().checkpoints
     assert [c.checkpoint_type for c in left] == ["sampler", "external"]
+
+
+def test_time_to_live_of_a_tinker_checkpoint_is_recorded_from_now_on(sdk, served):
+    client, rest = new_client(sdk), tinker.RestClient(base_url=served[0], api_key=KEY)
+    path = client.save_state("saved", ttl_seconds=7200).result().path
+
+    def seconds_left() -> float | None:
+        expires = rest.list_checkpoints(client.model_id).result().checkpoints[0].expires_at
+        return None if expires is None else (expires - datetime.now(UTC)).total_seconds()
+
+    assert seconds_left() == pytest.approx(7200, abs=30)
+    rest.set_checkpoint_ttl_from_tinker_path(path, 86400).result()
+    assert seconds_left() == pytest.approx(86400, abs=30)
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+    assert seconds_left() is None
+    sdk.create_training_client_from_state(path).result()
 
 
 def test_user_metadata_of_tinker_training_runs_and_checkpoints_is_returned(sdk, served):

@@ -136,6 +136,11 @@ class MegatronSchedulerConfig(Section):
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the change from start_weight_decay to end_weight_decay."""
 
+    def weight_decays(self, default: float) -> list[float]:
+        """Return the weight decay at the start and at the end; `default` replaces null."""
+        given = self.start_weight_decay, self.end_weight_decay
+        return [default if decay is None else decay for decay in given]
+
 
 @dataclass(frozen=True)
 class OptimizerSettings:

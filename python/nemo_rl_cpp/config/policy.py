@@ -366,11 +366,10 @@ def check_trained_model(model: TrainedModelConfig, name: str, report: Report) ->
             read = f"{megatron}.optimizer" if model.megatron_cfg.enabled else f"{name}.optimizer.kwargs"
             is_set = str(model.megatron_cfg.enabled).lower()
             report.add(key, f"has no effect with {megatron}.enabled={is_set}: set the key of {read}, or leave this out")
-    if not model.megatron_cfg.enabled:
+    if model.megatron_cfg.enabled:
+        _check_megatron_schedule(model.megatron_cfg, megatron, report)
+    else:
         _check_torch_optimizer(model, name, report)
-    elif (optimizer := model.megatron_cfg.optimizer).min_lr > optimizer.lr:
-        text = f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}; lower it"
-        report.add(f"{megatron}.optimizer.min_lr", text, f"{megatron}.optimizer.lr")
 
 
 def _check_moments(model: TrainedModelConfig, name: str, report: Report) -> None:
@@ -402,6 +401,24 @@ def _not_both(name: str, one: str, other: str, model: TrainedModelConfig, report
     if getattr(model, one).enabled and getattr(model, other).enabled:
         second = f"{name}.{other}.enabled"
         report.add(f"{name}.{one}.enabled", f"and {second} are both true; set one of them to false", second)
+
+
+def _check_megatron_schedule(megatron: MegatronConfig, name: str, report: Report) -> None:
+    optimizer, schedule, scheduler = megatron.optimizer, megatron.scheduler, f"{name}.scheduler"
+    warmup, decay = schedule.lr_warmup_iters, schedule.lr_decay_iters
+    rates = [(f"{name}.optimizer.min_lr", optimizer.min_lr)]
+    if warmup:
+        rates.append((f"{scheduler}.lr_warmup_init", schedule.lr_warmup_init))
+    for place, rate in rates:
+        if rate > optimizer.lr:
+            report.add(place, f"{rate:g} is above lr {optimizer.lr:g}; lower it", f"{name}.optimizer.lr")
+    if schedule.lr_decay_style != "constant" and decay is not None and warmup >= decay:
+        text = f"{warmup} must be below lr_decay_iters {decay}, because the rate decays after the warm-up"
+        report.add(f"{scheduler}.lr_warmup_iters", text, f"{scheduler}.lr_decay_iters")
+    start, end = schedule.weight_decays(optimizer.weight_decay)
+    if schedule.weight_decay_incr_style == "constant" and start != end:
+        text = f"is {start:g}, but end_weight_decay {end:g}; set both alike, or weight_decay_incr_style to linear or cosine"
+        report.add(f"{scheduler}.start_weight_decay", text, f"{scheduler}.end_weight_decay")
 
 
 def _check_torch_optimizer(model: TrainedModelConfig, name: str, report: Report) -> None:

@@ -103,6 +103,15 @@ BAD_FILES = {
     "a quantised model trained whole": ("policy:\n  model_name: m\n  quantization: q4_0", "policy.quantization", 3, ["quantised weights are frozen", "policy.dtensor_cfg.lora_cfg.enabled=true"]),
     "a quantised model of transformers": ("policy:\n  model_name: m\n  backend: hf\n  quantization: q8_0", "policy.quantization", 4, ["native core alone", "policy.backend=native"]),
     "megatron's lora": ("policy:\n  model_name: m\n  megatron_cfg:\n    enabled: true\n    peft: {enabled: true, target_modules: [q_proj]}", "policy.megatron_cfg.peft.target_modules", 5, ["there are linear_qkv, linear_proj, linear_fc1"]),
+    "Megatron's warm-up from above": (
+        "policy:\n  model_name: m\n  megatron_cfg: {enabled: true, optimizer: {lr: 1e-6}, scheduler: {lr_warmup_init: 1e-5}}",
+        "policy.megatron_cfg.scheduler.lr_warmup_init", 3, ["1e-05 is above lr 1e-06"]),
+    "Megatron's decay before the end of the warm-up": (
+        "policy:\n  model_name: m\n  megatron_cfg: {enabled: true, scheduler: {lr_decay_style: cosine, lr_decay_iters: 10}}",
+        "policy.megatron_cfg.scheduler.lr_warmup_iters", 3, ["13 must be below lr_decay_iters 10"]),
+    "two weight decays without a ramp": (
+        "policy:\n  model_name: m\n  megatron_cfg: {enabled: true, scheduler: {start_weight_decay: 0.0, end_weight_decay: 0.1}}",
+        "policy.megatron_cfg.scheduler.start_weight_decay", 3, ["is 0, but end_weight_decay 0.1", "linear or cosine"]),
     "fp8": ("policy:\n  model_name: m\n  megatron_cfg:\n    enabled: true\n    fp8_cfg: {enabled: true}", "policy.megatron_cfg.fp8_cfg.enabled", 5, ["FP8 is not supported"]),
     "hf backend": (
         "policy:\n  model_name: m\n  backend: hf\n  generation: {backend: native}", "policy.generation.backend", 4,

@@ -184,8 +184,7 @@ class MegatronLearningRate(LearningRateSchedule):
     ) -> None:
         super().__init__()
         self._schedule, self._max_lr, self._min_lr = schedule, optimizer.lr, optimizer.min_lr
-        given = schedule.start_weight_decay, schedule.end_weight_decay
-        self._decays = [optimizer.weight_decay if decay is None else decay for decay in given]
+        self._decays = schedule.weight_decays(optimizer.weight_decay)
         self._decay_steps = schedule.lr_decay_iters or total_steps or max(1, schedule.lr_warmup_iters + 1)
         self._total_steps = total_steps or self._decay_steps
 

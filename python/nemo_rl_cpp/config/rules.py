@@ -61,6 +61,9 @@ def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -
         check_loop(loop, name, report)
     _check_async(config, report)
     check_policy_loss(config.loss_fn, report)
+    loss, divided = config.loss_fn, "seq-mean-token-sum-norm"
+    if loss.loss_scale_factor is not None and loss.loss_agg_mode != divided and not is_user_defined(loss.name):
+        _not_read(report, "loss_fn.loss_scale_factor", f"another loss_agg_mode than {divided}")
     _check_kl(config, report)
     for key, section in (("loss_fn", config.loss_fn), (f"{name}.adv_estimator", loop.adv_estimator)):
         if section.kwargs and not is_user_defined(section.name):
@@ -188,8 +191,9 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
     if estimator.name == "pass_at_k" and estimator.pass_k >= group:
         text = f"is {estimator.pass_k}, but a group has {group} responses: sets that hold them all do not differ; take fewer"
         report.add("grpo.adv_estimator.pass_k", text, "grpo.num_generations_per_prompt")
-    if estimator.name != "reinforce_plus_plus" and not estimator.minus_baseline:
-        _not_read(report, "grpo.adv_estimator.minus_baseline", f"adv_estimator.name {estimator.name}")
+    for key, owner in (("minus_baseline", "reinforce_plus_plus"), ("pass_k", "pass_at_k")):
+        if estimator.name != owner and getattr(estimator, key) != type(estimator).model_fields[key].default:
+            _not_read(report, f"grpo.adv_estimator.{key}", f"adv_estimator.name {estimator.name}")
 
 
 def _not_read(report: Report, key: str, beside: str) -> None:

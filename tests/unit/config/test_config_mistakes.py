@@ -185,6 +185,10 @@ BAD_FILES = {
     "clip the wrong way round": ("grpo:\n  advantage_clip_low: 1\n  advantage_clip_high: -1", "grpo.advantage_clip_low", 2, ["swap them"]),
     "async": ("grpo:\n  async_grpo: {enabled: true}", "grpo.async_grpo.enabled", 2, ["colocated.enabled=false"]),
     "baseline of another estimator": ("grpo:\n  adv_estimator: {minus_baseline: false}", "grpo.adv_estimator.minus_baseline", 2, ["no effect with adv_estimator.name grpo"]),
+    "k of another estimator": ("grpo:\n  adv_estimator: {pass_k: 2}", "grpo.adv_estimator.pass_k", 2, ["no effect with adv_estimator.name grpo"]),
+    "divisor of another mean": (
+        "loss_fn:\n  loss_agg_mode: seq-mean-token-sum\n  loss_scale_factor: 100", "loss_fn.loss_scale_factor", 3,
+        ["no effect with another loss_agg_mode than seq-mean-token-sum-norm"]),
     "data set": ("data:\n  train: {dataset_name: arithmetics}", "data.train.dataset_name", 2, ["unknown", "did you mean arithmetic"]),
     "data set key": ("data:\n  train: {dataset_name: arithmetic, max_nmber: 5}", "data.train.max_nmber", 2, ["did you mean max_number"]),
     "data set without a file": ("data:\n  train: {dataset_name: ResponseDataset}", "data.train.data_path", 2, ["is missing"]),

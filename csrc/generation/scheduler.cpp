@@ -74,10 +74,7 @@ void Scheduler::feed_running(StepPlan& plan, std::int64_t draft_rows) {
     const std::int64_t rest = s->length() - s->cached;
     const std::int64_t length = rest == 1 ? 1 : std::min(rest, budget(plan));
     if (length <= 0) continue;
-    if (rest == 1 && take_drafts(s, room)) {
-      plan_sequence(s, 1, plan);
-      continue;
-    }
+    if (rest == 1) take_drafts(s, room);
     bool dropped = false;
     while (!dropped && !blocks_.extend(s->blocks, s->cached + length)) {
       if (drop_waiting_prompt(nullptr)) continue;
@@ -89,17 +86,13 @@ void Scheduler::feed_running(StepPlan& plan, std::int64_t draft_rows) {
   }
 }
 
-/// Takes at most `room` drafts and the blocks for them. After wrong drafts only a longer repetition is trusted. Returns
-/// whether there are drafts.
-bool Scheduler::take_drafts(Sequence* s, std::int64_t room) {
+/// Takes at most `room` drafts and the blocks for them. After wrong drafts only a longer repetition is trusted.
+void Scheduler::take_drafts(Sequence* s, std::int64_t room) {
   room = std::min(room, s->max_length - s->length() - 1);
   if (pause_after_ > 0) room = std::min(room, pause_after_ - static_cast<std::int64_t>(s->generated.size()) - 1);
-  if (room <= 0) return false;
+  if (room <= 0) return;
   s->drafts = draft_tokens(*s, std::min(kLongestMatch, 1 + s->wrong_drafts), room);
-  if (s->drafts.empty()) return false;
-  const bool fits = blocks_.extend(s->blocks, s->length() + static_cast<std::int64_t>(s->drafts.size()));
-  if (!fits) s->drafts.clear();
-  return fits;
+  if (!blocks_.extend(s->blocks, s->length() + static_cast<std::int64_t>(s->drafts.size()))) s->drafts.clear();
 }
 
 void Scheduler::admit(StepPlan& plan) {

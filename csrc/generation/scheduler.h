@@ -83,7 +83,7 @@ class Scheduler {
 
  private:
   void feed_running(StepPlan& plan, std::int64_t draft_rows);
-  bool take_drafts(Sequence* sequence, std::int64_t room);
+  void take_drafts(Sequence* sequence, std::int64_t room);
   void admit(StepPlan& plan);
   bool prefill(PromptGroup* group, StepPlan& plan);
   bool admit_next(PromptGroup* group, StepPlan& plan);

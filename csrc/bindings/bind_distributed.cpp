@@ -3,6 +3,7 @@
 
 #include "bindings/module.h"
 #include "distributed/nccl_communicator.h"
+#include "distributed/self_test.h"
 
 namespace nemo_rl::bindings {
 namespace {
@@ -48,6 +49,8 @@ void bind_distributed(py::module_& m) {
   m.def("nccl_communicator", &nccl_communicator, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("device"),
         py::arg("seconds"), release_gil());
   m.def("nccl_greeting", &nccl_greeting, py::arg("communicator"), phase(), release_gil());
+  m.def("communicator_through_cpu", &communicator_through_cpu, py::arg("on_cpu"));
+  m.def("self_test", &self_test, py::arg("communicator"), py::arg("device"), py::arg("elements"), release_gil());
   m.def("communicator_by_device", &communicator_by_device, py::arg("on_cpu"), py::arg("on_device"));
 }
 

@@ -71,6 +71,52 @@ std::shared_ptr<Communicator> nccl_communicator(const c10::intrusive_ptr<c10d::S
   return nccl_factory(store, rank, size, device, seconds);
 }
 
+// ---------------------------------------------------------------- through the CPU's memory
+
+namespace {
+
+class CommunicatorThroughCpu final : public Communicator {
+ public:
+  explicit CommunicatorThroughCpu(std::shared_ptr<Communicator> on_cpu)
+      : Communicator(on_cpu->rank(), on_cpu->size()), on_cpu_(std::move(on_cpu)) {}
+
+  void all_to_all(const at::Tensor& out, const at::Tensor& in, const char* phase) override {
+    const auto received = like(out);
+    on_cpu_->all_to_all(received, in.cpu(), phase);
+    out.copy_(received);
+  }
+  void all_gather(const at::Tensor& out, const at::Tensor& in, const char* phase) override {
+    const auto received = like(out);
+    on_cpu_->all_gather(received, in.cpu(), phase);
+    out.copy_(received);
+  }
+  void broadcast(const at::Tensor& tensor, int root, const char* phase) override {
+    const auto copy = tensor.cpu();
+    on_cpu_->broadcast(copy, root, phase);
+    if (root != rank()) tensor.copy_(copy);
+  }
+  void send(const at::Tensor& tensor, int to, const char* phase) override { on_cpu_->send(tensor.cpu(), to, phase); }
+  void receive(const at::Tensor& tensor, int from, const char* phase) override {
+    const auto received = like(tensor);
+    on_cpu_->receive(received, from, phase);
+    tensor.copy_(received);
+  }
+  void barrier(const char* phase) override { on_cpu_->barrier(phase); }
+
+ private:
+  static at::Tensor like(const at::Tensor& tensor) {
+    return at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
+  }
+
+  std::shared_ptr<Communicator> on_cpu_;
+};
+
+}  // namespace
+
+std::shared_ptr<Communicator> communicator_through_cpu(std::shared_ptr<Communicator> on_cpu) {
+  return std::make_shared<CommunicatorThroughCpu>(std::move(on_cpu));
+}
+
 // ---------------------------------------------------------------- by device
 
 namespace {

@@ -63,6 +63,10 @@ std::shared_ptr<Communicator> gloo_communicator(const std::string& group_name, d
 std::shared_ptr<Communicator> nccl_communicator(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                 at::Device device, double seconds);
 
+/// Tensors on a GPU go over `on_cpu`, copied to the CPU's memory and back: for ranks that share a GPU, which NCCL does
+/// not connect.
+std::shared_ptr<Communicator> communicator_through_cpu(std::shared_ptr<Communicator> on_cpu);
+
 /// Tensors on the CPU go over the first, those on another device over the second; the first serves barriers. Both are
 /// of the same ranks.
 std::shared_ptr<Communicator> communicator_by_device(std::shared_ptr<Communicator> on_cpu,

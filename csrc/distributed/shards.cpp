@@ -102,7 +102,8 @@ void Shards::copy_in_place(const PeerMemory& memory, const at::Tensor& flat, std
 /// [count, n] of memory that is used again.
 at::Tensor Shards::rows(at::Tensor& kept, std::int64_t count, std::int64_t n, const at::Tensor& like) const {
   const std::int64_t bytes = count * n * static_cast<std::int64_t>(like.element_size());
-  if (!kept.defined() || kept.numel() < bytes) kept = at::empty({bytes}, like.options().dtype(at::kByte));
+  if (!kept.defined() || kept.numel() < bytes || kept.device() != like.device())
+    kept = at::empty({bytes}, like.options().dtype(at::kByte));
   return kept.narrow(0, 0, bytes).view(like.scalar_type()).view({count, n});
 }
 

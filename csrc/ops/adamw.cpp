@@ -10,7 +10,7 @@
 namespace nemo_rl::ops {
 
 runtime::CudaSlot<AdamWLauncher> adamw_step_cuda("adamw_step");
-runtime::CudaSlot<double(const at::Tensor&)> l2_norm_cuda("l2_norm");
+runtime::CudaSlot<at::Tensor(const at::Tensor&)> block_squares_cuda("block_squares");
 
 namespace {
 
@@ -49,6 +49,7 @@ void adamw_step(const AdamWBuffers& b, const AdamWSettings& settings, std::int64
 }
 
 at::Tensor block_squares(const at::Tensor& x) {
+  if (x.is_cuda()) return block_squares_cuda.get(x)(x);
   const std::int64_t n = x.numel(), blocks = (n + kBlock - 1) / kBlock;
   const auto squares = at::empty({blocks}, at::kDouble);
   double* const parts = mutable_ptr<double>(squares);
@@ -69,7 +70,7 @@ double norm_of_blocks(const at::Tensor& squares) {
   return std::sqrt(sum);
 }
 
-double l2_norm(const at::Tensor& x) { return x.is_cuda() ? l2_norm_cuda.get(x)(x) : norm_of_blocks(block_squares(x)); }
+double l2_norm(const at::Tensor& x) { return norm_of_blocks(block_squares(x)); }
 
 void round_weights(const at::Tensor& weights, const at::Tensor& compute) {
   NRL_CHECK(weights.numel() == compute.numel() && weights.scalar_type() == at::kFloat &&

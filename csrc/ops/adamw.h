@@ -32,7 +32,7 @@ constexpr std::int64_t kFlatBlock = 16384;
 
 /// L2 norm of x [n]: squares summed in double over blocks of fixed size, in order.
 double l2_norm(const at::Tensor& x);
-/// The sum of squares of each block of x [n] on the CPU: float64 [blocks].
+/// The sum of squares of each block of x [n]: float64 [blocks] on the CPU.
 at::Tensor block_squares(const at::Tensor& x);
 /// The norm from the sums of all blocks.
 double norm_of_blocks(const at::Tensor& squares);
@@ -46,6 +46,6 @@ void split_weights(const at::Tensor& weights, const at::Tensor& compute, const a
 using AdamWLauncher = void(const AdamWBuffers& buffers, const AdamWSettings& settings, std::int64_t step,
                            double grad_scale);
 extern runtime::CudaSlot<AdamWLauncher> adamw_step_cuda;
-extern runtime::CudaSlot<double(const at::Tensor& x)> l2_norm_cuda;
+extern runtime::CudaSlot<at::Tensor(const at::Tensor& x)> block_squares_cuda;
 
 }  // namespace nemo_rl::ops

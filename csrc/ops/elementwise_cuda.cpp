@@ -1,6 +1,5 @@
 // The CUDA side of embedding, norms, rotary embedding, gated activation and optimizer: tensors to launches.
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 
 #include "kernels/cuda/model_launchers.h"
@@ -197,15 +196,14 @@ void adamw_step_on_cuda(const AdamWBuffers& b, const AdamWSettings& s, std::int6
   }
 }
 
-double l2_norm_on_cuda(const at::Tensor& x) {
-  const runtime::CudaLaunch launch(x, "l2_norm");
+at::Tensor block_squares_on_cuda(const at::Tensor& x) {
+  const runtime::CudaLaunch launch(x, "block_squares");
   NRL_CHECK_ARG(x.scalar_type() == at::kFloat && x.is_contiguous(),
-                "l2_norm: a buffer on CUDA must be contiguous float32");
-  const auto parts = launch.scratch(num_parts(x.numel(), kernels::kSquaresPerPart), at::kDouble),
-             sum = launch.scratch(1, at::kDouble);
-  launch.check(kernels::sum_of_squares_launch(ptr<float>(x), x.numel(), mutable_ptr<double>(parts),
-                                              mutable_ptr<double>(sum), launch.stream));
-  return std::sqrt(sum.item<double>());
+                "block_squares: a buffer on CUDA must be contiguous float32");
+  const auto squares = launch.scratch(num_parts(x.numel(), kFlatBlock), at::kDouble);
+  launch.check(
+      kernels::block_squares_launch(ptr<float>(x), x.numel(), kFlatBlock, mutable_ptr<double>(squares), launch.stream));
+  return squares.cpu();
 }
 
 std::vector<std::uint64_t> weight_digest_on_cuda(const at::Tensor& weights) {
@@ -230,7 +228,7 @@ const bool registered = [] {
   swiglu_forward_cuda.set(swiglu_forward_on_cuda);
   swiglu_backward_cuda.set(swiglu_backward_on_cuda);
   adamw_step_cuda.set(adamw_step_on_cuda);
-  l2_norm_cuda.set(l2_norm_on_cuda);
+  block_squares_cuda.set(block_squares_on_cuda);
   weight_digest_cuda.set(weight_digest_on_cuda);
   return true;
 }();

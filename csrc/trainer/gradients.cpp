@@ -14,6 +14,8 @@ Gradients::Gradients(model::DecoderModel& model, TrainedTogether together)
     : model_(model), together_(std::move(together)) {
   NRL_CHECK_ARG(!together_.shard_gradients || together_.ranks == nullptr || together_.beside != nullptr,
                 "sharded gradients are added beside the backward, which needs a communicator of its own");
+  NRL_CHECK_ARG(together_.beside == nullptr || model_.device().is_cpu(),
+                "gradients are added beside the backward on the CPU only, not on ", model_.device().str());
   if (together_.ranks == nullptr) together_.shard_gradients = false;  // nobody to share them with
   if (together_.ranks != nullptr) shards_.emplace(together_.ranks);
   if (together_.ranks == nullptr || together_.beside == nullptr) return;
@@ -64,11 +66,7 @@ void Gradients::use_free_buffer() {
   const auto options = model_.compute().options().dtype(model_.decoder().accumulate_dtype());
   if (together_.shard_gradients) {
     auto fresh = runtime::empty_large({model_.trained_layout().total}, options);
-    if (fresh.is_cpu()) {
-      runtime::give_up(fresh);
-    } else {
-      fresh.zero_();
-    }
+    runtime::give_up(fresh);
     return use(std::move(fresh));
   }
   auto spare = blocks_.spare();
@@ -91,7 +89,7 @@ void Gradients::zero() {
   if (sums_beside() && exchange_->is_running()) exchange_->finish();  // of a step that another rank has given up
   blocks_.clear();
   if (shard_sum_.defined()) blocks_.give_back(std::move(shard_sum_));  // for the next sum: else there would be two
-  if (together_.shard_gradients && flat().is_cpu()) return runtime::give_up(flat());
+  if (together_.shard_gradients) return runtime::give_up(flat());
   runtime::clear(flat());
 }
 

@@ -61,8 +61,6 @@ Trainer::Trainer(std::shared_ptr<model::DecoderModel> model, TrainedTogether tog
       gradients_(*model_, std::move(together)),
       state_(state),
       head_(model::VocabSlice(model_->config(), model_->peers())) {
-  NRL_CHECK_ARG(gradients_.shards() == nullptr || model_->device().is_cpu(),
-                "several processes train one model on the CPU only, not on ", model_->device().str());
   if (state_.store_param_remainders) model_->split_masters();
   if (gradients_.shards() != nullptr) model_->keep_master_shard(shard().begin, shard().end);
 }

@@ -246,8 +246,8 @@ Int column_sums(void* x, Int stride, Int rows, Int columns, float* parts, float*
   return add_column_sums_launch(static_cast<float*>(x), stride, rows, columns, parts, out, nullptr);
 }
 
-Int sum_of_squares(float* x, Int n, double* parts, double* out) {
-  return sum_of_squares_launch(x, n, parts, out, nullptr);
+Int block_squares(float* x, Int n, Int block, double* squares) {
+  return block_squares_launch(x, n, block, squares, nullptr);
 }
 
 Int weight_digest(void* bytes, Int n, std::uint64_t* parts) { return weight_digest_launch(bytes, n, parts, nullptr); }

@@ -1,5 +1,5 @@
-// Sums over rows and over flat buffers on CUDA in two stages of fixed order, without atomics: column sums, sum of
-// squares; and the digest of the weights.
+// Sums over rows and over flat buffers on CUDA in a fixed order, without atomics: column sums, sums of squares of
+// blocks; and the digest of the weights.
 #include "kernels/cuda/block_reduce.cuh"
 #include "kernels/cuda/model_launchers.h"
 #include "kernels/cuda/vector_access.cuh"
@@ -38,10 +38,9 @@ __global__ void __launch_bounds__(kWarp* kPartRows)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    square_parts_kernel(const float* x, std::int64_t n, double* parts, bool vectors) {
+    block_squares_kernel(const float* x, std::int64_t n, std::int64_t block, double* squares, bool vectors) {
   __shared__ double shared[kMaxWarps];
-  const std::int64_t begin = blockIdx.x * kSquaresPerPart,
-                     end = begin + kSquaresPerPart < n ? begin + kSquaresPerPart : n;
+  const std::int64_t begin = blockIdx.x * block, end = begin + block < n ? begin + block : n;
   double sum = 0;
   for (std::int64_t i = begin + threadIdx.x * std::int64_t{kEight}; i < end; i += kThreads * kEight) {
     float v[kEight];
@@ -50,16 +49,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int k = 0; k < kEight; ++k) sum += static_cast<double>(v[k]) * static_cast<double>(v[k]);
   }
   sum = block_reduce(RowMerge::sum, sum, shared);
-  if (threadIdx.x == 0) parts[blockIdx.x] = sum;
-}
-
-__global__ void __launch_bounds__(kThreads)
-    add_squares_kernel(const double* parts, std::int64_t num_parts, double* out) {
-  __shared__ double shared[kMaxWarps];
-  double sum = 0;
-  for (std::int64_t p = threadIdx.x; p < num_parts; p += kThreads) sum += parts[p];
-  sum = block_reduce(RowMerge::sum, sum, shared);
-  if (threadIdx.x == 0) *out = sum;
+  if (threadIdx.x == 0) squares[blockIdx.x] = sum;
 }
 
 /// Four neighbouring threads do the four chains of a block of bytes.
@@ -100,11 +90,12 @@ cudaError_t add_column_sums_launch(const X* x, std::int64_t stride, std::int64_t
   return add_parts_launch(parts, num_parts, columns, out, stream);
 }
 
-cudaError_t sum_of_squares_launch(const float* x, std::int64_t n, double* parts, double* out, cudaStream_t stream) {
-  const std::int64_t num_parts = (n + kSquaresPerPart - 1) / kSquaresPerPart;
-  if (num_parts > 0)
-    square_parts_kernel<<<static_cast<unsigned>(num_parts), kThreads, 0, stream>>>(x, n, parts, vectorizable(x, 0));
-  add_squares_kernel<<<1, kThreads, 0, stream>>>(parts, num_parts, out);
+cudaError_t block_squares_launch(const float* x, std::int64_t n, std::int64_t block, double* squares,
+                                 cudaStream_t stream) {
+  const std::int64_t blocks = (n + block - 1) / block;
+  if (blocks == 0) return cudaSuccess;
+  block_squares_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(x, n, block, squares,
+                                                                               vectorizable(x, 0));
   return cudaGetLastError();
 }
 

@@ -12,8 +12,7 @@
 
 namespace nemo_rl::kernels {
 
-inline constexpr std::int64_t kRowsPerPart = 64;        ///< rows whose column sums are one part
-inline constexpr std::int64_t kSquaresPerPart = 16384;  ///< entries whose squares are one part
+inline constexpr std::int64_t kRowsPerPart = 64;  ///< rows whose column sums are one part
 
 // ---- elementwise (elementwise.cu)
 template <class T>
@@ -70,8 +69,9 @@ cudaError_t add_parts_launch(const float* parts, std::int64_t num_parts, std::in
 template <class X>
 cudaError_t add_column_sums_launch(const X* x, std::int64_t stride, std::int64_t rows, std::int64_t columns,
                                    float* parts, float* out, cudaStream_t stream);
-/// parts: workspace [ceil(n / kSquaresPerPart)]; out: one number.
-cudaError_t sum_of_squares_launch(const float* x, std::int64_t n, double* parts, double* out, cudaStream_t stream);
+/// squares [ceil(n / block)]: the sum of the squares of each `block` entries.
+cudaError_t block_squares_launch(const float* x, std::int64_t n, std::int64_t block, double* squares,
+                                 cudaStream_t stream);
 /// parts [ceil(n / kDigestBlock)]: the digest of each block of bytes.
 cudaError_t weight_digest_launch(const void* bytes, std::int64_t n, std::uint64_t* parts, cudaStream_t stream);
 

@@ -23,7 +23,7 @@ from nemo_rl_cpp.algorithms.step import Critic, NoCritic
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import Validator
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
-from nemo_rl_cpp.config.cluster import engines_of, trainers_of
+from nemo_rl_cpp.config.cluster import engines_of, launched_ranks, trainers_of
 from nemo_rl_cpp.config.data import DataConfig, too_few_rows
 from nemo_rl_cpp.config.distillation import absolute_folder
 from nemo_rl_cpp.config.fold import exactness_text, fold_text
@@ -44,6 +44,7 @@ from nemo_rl_cpp.data.texts import bytes_of_token
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.data.tokenizer import get_tokenizer
 from nemo_rl_cpp.distributed.cluster import Cluster, check_device, use_threads
+from nemo_rl_cpp.distributed.launch import visible_gpus
 from nemo_rl_cpp.environments.loading import Environments
 from nemo_rl_cpp.environments.remote import ActorSettings
 from nemo_rl_cpp.environments.response_data import Datasets, RunData, load_response_data
@@ -133,6 +134,13 @@ def make_cluster(config: TrainMasterConfig) -> Cluster:
         say_once("warning", text)
     use_threads(config.cluster)
     use_gpus = check_device(config.cluster.device) == "cuda"
+    if use_gpus and config.cluster.chosen_executor == "processes" and launched_ranks() == 1:
+        count, gpus = config.cluster.processes, len(visible_gpus())
+        if count > gpus:
+            say_once(
+                "note",
+                f"{count} processes share {gpus} GPU{'s' if gpus > 1 else ''} (cluster.gpus_per_node * num_nodes)",
+            )
     return Cluster([trainers_of(config)], use_gpus=use_gpus, name="train_cluster", settings=config.cluster)
 
 
@@ -141,7 +149,8 @@ def make_engine_cluster(config: TrainMasterConfig) -> Cluster | None:
     count = engines_of(config)
     if count == 0:
         return None
-    return Cluster([count], use_gpus=False, name="inference_cluster", settings=config.cluster, role="engine worker")
+    options = dict(use_gpus=config.cluster.device == "cuda", first_gpu=trainers_of(config))  # behind the trainers'
+    return Cluster([count], name="inference_cluster", settings=config.cluster, role="engine worker", **options)
 
 
 def make_generation(

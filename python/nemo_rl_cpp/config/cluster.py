@@ -56,7 +56,7 @@ class ClusterConfig(Section):
     error. false: the run uses the devices that it has, and prints a notice."""
     executor: Literal["auto", "in_process", "processes", "ray"] = "auto"
     """Processes that train and generate. in_process: this process. processes: gpus_per_node * num_nodes processes on
-    this machine, on the CPU. ray: as many Ray actors, on the cluster of RAY_ADDRESS or on a new local one. auto: the
+    this machine. ray: as many Ray actors, on the cluster of RAY_ADDRESS or on a new local one. auto: the
     ranks that torchrun or srun has started; without a launcher in_process, or two processes (one trains, one generates)
     for rollouts that overlap with training (async_grpo, async_ppo)."""
     cpus_per_worker: Positive | None = None

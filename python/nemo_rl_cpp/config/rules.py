@@ -276,6 +276,7 @@ def _check_run(config: TrainMasterConfig, report: Report) -> None:
     for model, section in config.trained_models().items():
         rules_model.check_blocks(section, model, count // section.tensor_parallel(count), report)
         rules_model.check_model(section, model, report)
+    rules_model.check_gpus(config, report)
     rules_model.check_engines(config, report)
     rules_model.check_quantized_run(config, report)
     rules_model.check_vllm_run(config, report)

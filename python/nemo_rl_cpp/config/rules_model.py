@@ -55,11 +55,23 @@ def check_cluster(cluster: ClusterConfig, report: Report) -> None:
     if cluster.executor == "ray" and importlib.util.find_spec("ray") is None:
         text = "ray is not installed: pip install 'nemo_rl_cpp[ray]', or set it to processes or auto"
         report.add("cluster.executor", text)
-    if cluster.has_workers and cluster.device != "cpu":
-        one_gpu = "start one process" if cluster.executor == "auto" else "executor=auto"
-        one_gpu = "async_grpo.enabled (async_ppo.enabled) to false" if cluster.is_split else one_gpu
-        text = f"{cluster.executor_text} runs on the CPU only: set cluster.device=cpu, or {one_gpu} for one GPU"
-        report.add("cluster.executor", text, "cluster.device")
+
+
+def check_gpus(config: TrainMasterConfig, report: Report) -> None:
+    """Report what several processes support on the CPU only."""
+    cluster = config.cluster
+    if cluster.device == "cpu" or not cluster.has_workers:
+        return
+    for name, model in config.trained_models().items():
+        key, slices = model.tensor_parallel_key(name), model.tensor_parallel(max(trainers_of(config), 1))
+        if slices > 1:
+            report.add(key, f"is {slices}, but models are sliced on the CPU only: set it to 1", "cluster.device")
+        if model.backend == "hf":
+            text = "is hf, which trains in one process on a GPU: set it to native, or cluster.executor to in_process"
+            report.add(f"{name}.backend", text, "cluster.device", "cluster.executor")
+        if model.shards_gradients:
+            key = f"{name}.data_parallel_sharding_strategy"
+            report.add(key, "shares out gradients, which works on the CPU only: set it to optim", "cluster.device")
 
 
 def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: Report) -> None:

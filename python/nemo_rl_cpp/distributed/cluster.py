@@ -9,7 +9,7 @@ from itertools import count
 import torch
 
 from nemo_rl_cpp.config.cluster import ClusterConfig
-from nemo_rl_cpp.distributed.launch import LaunchedWorkers, ProcessWorkers, launched
+from nemo_rl_cpp.distributed.launch import LaunchedWorkers, ProcessWorkers, launched, visible_gpus
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.distributed.ray_workers import RayWorkers
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall, Workers
@@ -38,6 +38,11 @@ def check_device(device: str) -> str:
     raise ValueError(f"cluster.device is cuda, but {why}, or set cluster.device=cpu")
 
 
+def device_for(device: str, precision: str) -> str:
+    """Return the device of a model in `precision`: `device`, or the CPU for float64, which GPU kernels do not have."""
+    return device if precision in ("float32", "bfloat16") else "cpu"
+
+
 def use_threads(settings: ClusterConfig) -> None:
     """Set torch's number of threads to `cluster.cpus_per_worker`, if the key is set and models run in this process."""
     if settings.cpus_per_worker is not None and not settings.has_workers:
@@ -52,23 +57,17 @@ def shut_down(*clusters: "Cluster | None") -> None:
 
 class Cluster:
     """The workers of a run, one per device: this process itself, processes on this machine, or Ray actors (as
-    `cluster.executor` sets). Workers outside this process compute on the CPU; the constructor raises ValueError if they
-    should use GPUs. `bundle_ct_per_node_list` has the number of workers on each node, `settings` is the configuration
-    section `cluster`, and `role` the word for a worker in messages."""
+    `cluster.executor` sets). `bundle_ct_per_node_list` has the number of workers on each node, `settings` is the
+    configuration section `cluster`, and `role` the word for a worker in messages. Worker i on this machine gets its
+    GPU number `first_gpu` + i, modulo their number, and sees no other."""
 
     def __init__(
         self, bundle_ct_per_node_list: list[int], use_gpus: bool = True, name: str = "", settings: ClusterConfig | None = None,
-        role: str = "rank",
+        role: str = "rank", first_gpu: int = 0,
     ) -> None:  # fmt: skip
         self._size, self._settings, self._role = sum(bundle_ct_per_node_list), settings or ClusterConfig(), role
         self.in_process = self._size == 1 and not self._settings.has_workers
-        if not self.in_process and use_gpus:
-            raise ValueError(
-                f"a cluster of {self._size} GPU workers ({bundle_ct_per_node_list} a node) was asked for. NCCL connects several GPUs, but no "
-                "training on several has been tried yet, so a run is refused: set cluster.device=cpu for several processes, or "
-                "cluster.gpus_per_node=1 and cluster.num_nodes=1 for one GPU"
-            )
-        self.use_gpus = use_gpus
+        self.use_gpus, self._first_gpu = use_gpus, first_gpu
         self.name = name
         self.deadline = self._settings.communication_timeout_s  # timeout of one message between workers, in seconds
         self._workers: Workers | None = None
@@ -87,16 +86,16 @@ class Cluster:
             threads = settings.cpus_per_worker or max(1, torch.get_num_threads() // everybody)
             common = (self._size, threads, settings.worker_timeout_s, self.deadline, self._role)
             if settings.executor == "ray":
-                self._workers = RayWorkers(*common, all_workers=everybody)
-            elif by_launcher:
-                self._workers = LaunchedWorkers(*common)
+                self._workers = RayWorkers(*common, all_workers=everybody, use_gpus=self.use_gpus)
             else:
-                self._workers = ProcessWorkers(*common)
+                gpus = visible_gpus() if self.use_gpus else []
+                own = [gpus[(self._first_gpu + i) % len(gpus)] for i in range(self._size if gpus else 0)]
+                self._workers = (LaunchedWorkers if by_launcher else ProcessWorkers)(*common, gpus=own)
         return self._workers
 
     def device(self, precision: str = "float32") -> str:
         """Return "cuda" if `use_gpus`, a GPU can be used, and `precision` is float32 or bfloat16; otherwise "cpu"."""
-        return "cuda" if self.use_gpus and precision in ("float32", "bfloat16") and cuda_usable() else "cpu"
+        return device_for("cuda" if self.use_gpus and cuda_usable() else "cpu", precision)
 
     def shutdown(self) -> bool:
         """Shut down the worker processes, if any. Further calls do nothing."""

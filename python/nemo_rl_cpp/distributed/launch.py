@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -67,6 +67,21 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
     return Launch(rank, size, host, int(environment.get("MASTER_PORT") or 29500), size_name)
 
 
+def visible_gpus() -> list[str]:
+    """Return the GPUs of this machine that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())]
+
+
+def take_own_gpu(launch: Launch, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Hide from this launched rank all GPUs but one, according to its rank on this machine."""
+    gpus, place = visible_gpus(), environment.get("LOCAL_RANK") or environment.get("SLURM_LOCALID") or launch.rank
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[int(place) % len(gpus)]
+
+
 def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> None:
     """Raise ConfigError if the configuration does not fit ranks that a launcher has started: if it sets another number
     of workers, restarts of workers (only the launcher can restart them), separate workers for generation (`engines` >
@@ -106,6 +121,8 @@ def serving(load: Callable[..., C]) -> Callable[..., C]:
         if "--dry-run" not in sys.argv and (launch := launched()) is not None:
             check_launch(config.cluster, launch, engines_of(config))
             if launch.rank > 0:
+                if config.cluster.device == "cuda":
+                    take_own_gpu(launch)
                 serve(launch)
         return config
 
@@ -302,8 +319,9 @@ class SocketPeer:
 class ProcessWorker(SocketPeer):
     """A worker process in its own session, so that Ctrl-C in the terminal reaches only the run's main process."""
 
-    def __init__(self, join: dict, changed: threading.Condition, role: str = "rank") -> None:
+    def __init__(self, join: dict, changed: threading.Condition, role: str = "rank", gpu: str | None = None) -> None:
         ours, theirs = socket.socketpair()
+        visible = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         with theirs:
             program = [sys.executable, "-P", "-m", "nemo_rl_cpp.distributed.worker"]
             self._process = subprocess.Popen(
@@ -311,7 +329,7 @@ class ProcessWorker(SocketPeer):
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **worker_environment(join["threads"])},
+                env={**os.environ, **worker_environment(join["threads"]), **visible},
             )
         self.pid = self._process.pid
         super().__init__(join["rank"], join["size"], Connection(ours.detach()), changed, role)
@@ -342,29 +360,32 @@ class ProcessWorkers(Workers):
         silence: seconds without a heartbeat after which a worker is reported as lost.
         deadline: timeout in seconds of a message between ranks.
         role: the word for a worker in messages, such as "rank".
-        backend: how the ranks are connected, "gloo" or "nccl" (see `ranks.connect`)."""
+        gpus: the GPU of each worker on this machine, by the names of CUDA_VISIBLE_DEVICES; none: workers compute on the
+            CPU."""
 
     tells_events = True
     host = "127.0.0.1"
 
     def __init__(
-        self, count: int, threads: int, silence: float, deadline: float, role: str = "rank", backend: str = "gloo"
+        self, count: int, threads: int, silence: float, deadline: float, role: str = "rank", gpus: Sequence[str] = ()
     ) -> None:
         self._changed, self._silence = threading.Condition(), silence
         self._workers: list[SocketPeer] = []
         try:
-            self._start({"size": count, "threads": threads, "deadline": deadline, "backend": backend}, role)
+            backend = "nccl" if gpus else "gloo"
+            self._start({"size": count, "threads": threads, "deadline": deadline, "backend": backend}, role, gpus)
             self.pids = [worker.pid for worker in self._workers]
             self.wait([worker.joined for worker in self._workers])
         except BaseException:
             self.kill()
             raise
 
-    def _start(self, join: dict, role: str) -> None:
+    def _start(self, join: dict, role: str, gpus: Sequence[str]) -> None:
         self._store = rendezvous_store(self.host, join["deadline"])
         join |= {"host": self.host, "port": self._store.port}
         for rank in range(join["size"]):
-            self._workers.append(ProcessWorker({"rank": rank, **join}, self._changed, role))
+            gpu = gpus[rank] if gpus else None
+            self._workers.append(ProcessWorker({"rank": rank, **join}, self._changed, role, gpu))
 
     def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
         return self._workers[rank].call(target, method, payload, listener)
@@ -434,7 +455,7 @@ class LaunchedWorker(SocketPeer):
 class LaunchedWorkers(ProcessWorkers):
     """The workers of a run whose launcher started all ranks but the first. They cannot be restarted."""
 
-    def _start(self, join: dict, role: str) -> None:
+    def _start(self, join: dict, role: str, gpus: Sequence[str]) -> None:
         launch, size = launched(), join["size"]
         if launch.rank > 0:
             raise ValueError(
@@ -447,7 +468,7 @@ class LaunchedWorkers(ProcessWorkers):
         self._store = rendezvous_store(self.host, join["deadline"])
         join |= {"host": self.host, "port": self._store.port}
         with listening:
-            self._workers.append(ProcessWorker({"rank": 0, **join}, self._changed))
+            self._workers.append(ProcessWorker({"rank": 0, **join}, self._changed, gpu=gpus[0] if gpus else None))
             found: dict[int, LaunchedWorker] = {}
             listening.settimeout(3 * HANDSHAKE_SECONDS)
             while len(found) < size - 1:

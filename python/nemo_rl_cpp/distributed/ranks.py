@@ -4,7 +4,7 @@ parallelism the same samples with a slice of the model."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from itertools import chain
@@ -59,7 +59,9 @@ class Ranks:
             the same communicator.
         members: world ranks of the processes in `communicator`.
         address: where other machines reach this process; None: all processes are on this machine.
-        mesh: returns the same processes as a torch.distributed mesh, for FSDP2."""
+        mesh: returns the same processes as a torch.distributed mesh, for FSDP2.
+        device: the device of this process's models.
+        sharers: number of processes of this cluster that use the memory of `device`."""
 
     rank: int = 0
     size: int = 1
@@ -70,6 +72,8 @@ class Ranks:
     meet: Callable[..., Communicator] | None = None
     mesh: Callable[[], DeviceMesh] | None = None
     members: tuple[int, ...] = ()
+    device: str = "cpu"
+    sharers: int = 1
 
     @property
     def tensor_size(self) -> int:
@@ -96,7 +100,9 @@ class Ranks:
         tensor = self.meet(tuple(range(group * tensor_size, (group + 1) * tensor_size)))
         members = tuple(range(place, self.size, tensor_size))
         same_slice = self.meet(members) if count > 1 else None
-        return Ranks(group, count, same_slice, self.address, tensor, self.communicator, self.meet, members=members)
+        return replace(
+            self, rank=group, size=count, communicator=same_slice, tensor=tensor, world=self.communicator, mesh=None, members=members
+        )  # fmt: skip
 
     def beside(self) -> Communicator | None:
         """Return a second communicator for the processes of `communicator`, so that another thread can use it at the
@@ -171,6 +177,7 @@ class Ranks:
         Return it on rank 0, and None on other ranks."""
         if self.communicator is None:
             return shard
+        shard = shard.cpu()  # no GPU needs to have room for the whole
         phase, every = f"gathering {name}", torch.empty(self.size, 2, dtype=torch.int64)
         self.communicator.all_gather(every, torch.tensor(bounds), phase=phase)
         if self.rank > 0:
@@ -300,15 +307,19 @@ def connect(
     rank: int, size: int, host: str, port: int, deadline: float, address: str | None = None, backend: str = "gloo"
 ) -> Ranks:  # fmt: skip
     """Join the rendezvous of all ranks at the TCP store at `host` and `port`, with the timeout `deadline` in seconds of
-    every message, and return this process's `Ranks`. Other ranks reach this process at `address` (None: at `host`, all
-    on one machine). The `backend` "gloo" sends tensors on the CPU; "nccl" also those on this rank's GPU, which becomes
-    torch's current device: the visible GPU `rank`, modulo their number. Raise ValueError for "nccl" without a GPU, and
-    C.CommunicatorError for errors of NCCL."""
+    every message, and return this process's `Ranks`, after a test of all connections (csrc/distributed/self_test.h).
+    Other ranks reach this process at `address` (None: at `host`, all on one machine).
+
+    The `backend` "gloo" sends tensors on the CPU; "nccl" also those on the only GPU that this process sees. Between
+    ranks that share a GPU these pass through the CPU's memory, because NCCL connects one rank a GPU. Raise ValueError
+    for "nccl" without a GPU, and C.CommunicatorError for errors of a connection and for a failed test."""
+    gpu = _own_gpu() if backend == "nccl" else None
+    device = torch.device("cpu") if gpu is None else gpu
     if size == 1:
-        return Ranks(address=address)
-    gpu = _own_gpu(rank) if backend == "nccl" else None
+        return Ranks(address=address, device=str(device))
     limit = timedelta(seconds=deadline)
     store = dist.TCPStore(host, port, is_master=False, timeout=limit)
+    places = [""] * size if gpu is None else _gpus_of_ranks(store, rank, size, gpu)
 
     def gloo(store: dist.Store, rank: int, size: int, timeout: timedelta = limit) -> dist.ProcessGroupGloo:
         options = dist.ProcessGroupGloo._Options()
@@ -330,8 +341,11 @@ def connect(
         communicator = C.gloo_communicator(name, deadline)
         if gpu is None:
             return communicator
-        by_nccl = C.nccl_communicator(dist.PrefixStore(f"nccl{label}", store), *place, gpu, deadline)
-        return C.communicator_by_device(communicator, by_nccl)
+        if len({places[member] for member in members}) < len(members):
+            on_gpus = C.communicator_through_cpu(communicator)
+        else:
+            on_gpus = C.nccl_communicator(dist.PrefixStore(f"nccl{label}", store), *place, gpu, deadline)
+        return C.communicator_by_device(communicator, on_gpus)
 
     @cache
     def mesh() -> DeviceMesh:
@@ -342,14 +356,23 @@ def connect(
         return init_device_mesh("cpu", (size,))
 
     everybody = tuple(range(size))
-    return Ranks(rank, size, meet(everybody), address, meet=meet, mesh=mesh, members=everybody)
+    communicator = meet(everybody)
+    C.self_test(communicator, device, _TESTED[device.type])
+    return Ranks(
+        rank, size, communicator, address, meet=meet, mesh=mesh, members=everybody, device=str(device), sharers=places.count(places[rank])
+    )  # fmt: skip
 
 
-def _own_gpu(rank: int) -> torch.device:
-    """Make the visible GPU number `rank` (modulo their number) torch's current device, and return it."""
-    count = torch.cuda.device_count()
-    if count == 0:
+_TESTED = {"cpu": 1 << 12, "cuda": 1 << 20}  # device -> numbers of a message of the test: on GPUs as long as a run's
+
+
+def _own_gpu() -> torch.device:
+    if torch.cuda.device_count() == 0:
         raise ValueError("NCCL needs a GPU for each worker, and torch sees none: set cluster.device=cpu")
-    gpu = torch.device("cuda", rank % count)
-    torch.cuda.set_device(gpu)
-    return gpu
+    return torch.device("cuda", 0)
+
+
+def _gpus_of_ranks(store: dist.Store, rank: int, size: int, gpu: torch.device) -> list[str]:
+    """Return the identifier of each rank's GPU, which all ranks write to `store`."""
+    store.set(f"gpu{rank}", str(torch.cuda.get_device_properties(gpu).uuid))
+    return [store.get(f"gpu{member}").decode() for member in range(size)]

@@ -153,8 +153,11 @@ class RayWorkers(Workers):
 
     tells_events = False
 
-    def __init__(self, count: int, threads: int, silence: float, deadline: float, role: str, all_workers: int) -> None:
+    def __init__(
+        self, count: int, threads: int, silence: float, deadline: float, role: str, all_workers: int, use_gpus: bool
+    ) -> None:
         self._silence, self._count, self._role = silence, count, role
+        self._gpus = int(use_gpus)  # of each worker; Ray shows an actor no other GPU than its own
         self._actors, self._calls, self._places = [], {}, None
         self.pids: list[int] = []
         self._ray = ray = hold_ray(all_workers * threads)
@@ -164,7 +167,8 @@ class RayWorkers(Workers):
             self._actors = [self._actor(rank, threads) for rank in range(count)]
             self.host = host = ray.util.get_node_ip_address()
             self._store = rendezvous_store(host, deadline)
-            meeting = {"size": count, "host": host, "port": self._store.port, "deadline": deadline}
+            backend = "nccl" if use_gpus else "gloo"
+            meeting = {"size": count, "host": host, "port": self._store.port, "deadline": deadline, "backend": backend}
             places = self._all_started()
             self.pids = [pid for _, pid in places]
             calls = []
@@ -191,13 +195,15 @@ class RayWorkers(Workers):
 
     def _room(self, count: int, threads: int):
         ray = self._ray
-        places = ray.util.placement_group([{"CPU": threads}] * count, strategy="PACK")
+        need = {"CPU": threads} | ({"GPU": 1} if self._gpus else {})
+        places = ray.util.placement_group([need] * count, strategy="PACK")
         if not places.wait(timeout_seconds=_PLACES_SECONDS):
-            found = ray.cluster_resources().get("CPU", 0)
+            found = ray.cluster_resources()
             ray.util.remove_placement_group(places)
+            each, here = (" and ".join(f"{of.get(name, 0):.0f} {name}s" for name in need) for of in (need, found))
             raise ValueError(
-                f"the Ray cluster has no room for {count} workers of {threads} CPUs within {_PLACES_SECONDS:.0f} s: it has {found:.0f} CPUs in "
-                "all; lower cluster.gpus_per_node, cluster.num_nodes or cluster.cpus_per_worker"
+                f"the Ray cluster has no room for {count} workers of {each} within {_PLACES_SECONDS:.0f} s: it has {here} in all; lower "
+                "cluster.gpus_per_node, cluster.num_nodes or cluster.cpus_per_worker"
             )
         return places
 
@@ -205,7 +211,8 @@ class RayWorkers(Workers):
         strategies = self._ray.util.scheduling_strategies
         place = strategies.PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=rank)
         environment = {"env_vars": worker_environment(threads)}
-        options = {"num_cpus": threads, "scheduling_strategy": place, "runtime_env": environment, "max_restarts": 0}
+        options = {"num_cpus": threads, "num_gpus": self._gpus, "max_restarts": 0}
+        options |= {"scheduling_strategy": place, "runtime_env": environment}
         return self._ray.remote(ActorWorker).options(**options).remote()
 
     def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:

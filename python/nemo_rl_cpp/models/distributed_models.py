@@ -40,7 +40,8 @@ class PolicyWorker(Policy, EngineHost):  # Policy is first, so that its create_g
 
     def broadcast_weights_for_collective(self, version: int) -> RefitResult:
         """Send the current weights to the engines in other workers, labelled with the weight version `version`."""
-        done = self._publisher.publish(list(self.state_dict().items()), version)
+        weights = [(name, tensor.cpu()) for name, tensor in self.state_dict().items()]
+        done = self._publisher.publish(weights, version)
         return RefitResult(done.bytes, done.seconds, self.weight_digest(), done.sent)
 
 

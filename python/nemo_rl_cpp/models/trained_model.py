@@ -22,7 +22,7 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.data.boundaries import save_generation_config
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.distributed.cluster import Cluster
+from nemo_rl_cpp.distributed.cluster import Cluster, device_for
 from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import GradientSums, OtherRankFailedError, Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
@@ -47,7 +47,7 @@ class TrainedModel:
     several `ranks`.
 
     Args:
-        cluster: one device (`Cluster` of world size 1) that holds the model; None: the CPU.
+        cluster: one device (`Cluster` of world size 1) that holds the model; None: the device of `ranks`.
         config: the configuration section named by `section`.
         tokenizer: saved with the weights.
         weights_path: Hugging Face folder to load instead of `config.model_name` (resume).
@@ -81,8 +81,11 @@ class TrainedModel:
         self.config, self.tokenizer = config, tokenizer
         self.ranks = ranks or Ranks()
         sharded, overlaps = config.shards_gradients, config.overlaps_grad_reduce
-        self.sums = GradientSums() if self.ranks.size == 1 else GradientSums(overlaps or sharded, sharded)
-        self.device = "cpu" if cluster is None else cluster.device(config.precision)
+        self.device = (
+            device_for(self.ranks.device, config.precision) if cluster is None else cluster.device(config.precision)
+        )
+        alone = self.ranks.size == 1 or self.device != "cpu"  # on GPUs gradients are summed after the backward pass
+        self.sums = GradientSums() if alone else GradientSums(overlaps or sharded, sharded)
         self.folder = self._open_folder(seed)
         self.lora = Lora.of(config, self.folder, self.section)
         if self.lora is not None:
@@ -172,8 +175,11 @@ class TrainedModel:
         return {} if whole is None else named_views(self.slices.whole.specs, whole) | buffers(self.model)
 
     def first_state_dict(self) -> dict[str, Tensor]:
-        """Return `state_dict` in the first data-parallel group and {} in others. All workers must call this."""
-        return self.state_dict() if self.slices.ranks.rank == 0 else {}
+        """Return `state_dict`, on the CPU, in the first data-parallel group and {} in others. All workers must call
+        this."""
+        if self.slices.ranks.rank > 0:
+            return {}
+        return {name: tensor.cpu() for name, tensor in self.state_dict().items()}
 
     # ---- forward and optimizer step ---------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "distributed/nccl_communicator.h"
+#include "distributed/self_test.h"
 #include "distributed/shards.h"
 #include "nccl_emulation/control.h"
 #include "runtime/tensor.h"
@@ -116,6 +117,11 @@ at::Tensor numbers(int rank, at::IntArrayRef shape, at::ScalarType dtype) {
 }
 
 // ---------------------------------------------------------------- results
+
+TEST_F(NcclCommunicator, PassesTheSelfTestOfARun) {
+  on_ranks(3, [](Communicator& ranks) { self_test({&ranks, [](auto*) {}}, at::kCPU, 1000); });
+  ends_cleanly(/*aborted=*/0);
+}
 
 class NcclResults : public NcclCommunicator, public ::testing::WithParamInterface<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, NcclResults, ::testing::Values(1, 2, 3, 5));

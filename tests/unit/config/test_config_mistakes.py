@@ -209,7 +209,6 @@ BAD_FILES = {
     "metric name": ("checkpointing:\n  metric_name: accuracy", "checkpointing.metric_name", 2, ["val:accuracy"]),
     "deadline": ("checkpointing:\n  checkpoint_must_save_by: '3:00'", "checkpointing.checkpoint_must_save_by", 2, ["DD:HH:MM:SS"]),
     "tracker": ("logger:\n  swanlab_enabled: true", "logger.swanlab_enabled", 2, ["not installed", "set it to false"]),
-    "ray": ("cluster:\n  executor: ray\n  device: cuda", "cluster.executor", 2, ["CPU only", "cluster.device=cpu"]),
     "devices": ("cluster:\n  strict_sizes: true\n  gpus_per_node: 8", "cluster.gpus_per_node", 3, ["set it to 1"]),
     "a key that no data set takes": (
         "data:\n  train: {dataset_name: arithmetic}\n  default: {env_name: arithmetic, input_key: q}", "data.default.input_key", 3,

@@ -43,13 +43,24 @@ def test_workers_without_a_separate_generation_engine_are_used_for_training(over
     ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", *LORA), r"lora_cfg.merge.* is false, but separate engines .* merged weights"),
     ((*ASYNC, *LORA), r"lora_cfg.merge.* is false, but separate engines .* merged weights"),
     ((*workers(1, 4), f"{RESOURCES}.gpus_per_node=1", "policy.gradient_blocks=4"), "which 3 processes cannot share"),
-    ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", "cluster.device=cuda"), "processes runs on the CPU only"),
     ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=0"), "gpus_per_node"),
     ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", "policy.refit_buffer_size_gb=0"), "refit_buffer_size_gb"),
 ])  # fmt: skip
 def test_generation_engine_sizes_that_do_not_fit_the_cluster_are_errors(overrides, said):
     with pytest.raises(ConfigError, match=said):
         load(APART, *overrides)
+
+
+@pytest.mark.parametrize("overrides, said", [
+    (("policy.dtensor_cfg.tensor_parallel_size=2",), "tensor_parallel_size is 2, but models are sliced on the CPU only"),
+    (("policy.backend=hf",), "policy.backend is hf, which trains in one process on a GPU"),
+    (("policy.data_parallel_sharding_strategy=optim_grads",), "shares out gradients, which works on the CPU only"),
+])  # fmt: skip
+def test_settings_that_several_processes_support_on_the_cpu_only_are_errors_on_gpus(overrides, said):
+    load(*workers(1, 2), "cluster.device=cuda")
+    load(*workers(1, 2), *overrides)
+    with pytest.raises(ConfigError, match=said):
+        load(*workers(1, 2), "cluster.device=cuda", *overrides)
 
 
 def test_memory_estimate_includes_generation_engines_in_separate_processes():

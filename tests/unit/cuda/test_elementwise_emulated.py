@@ -159,10 +159,12 @@ def test_emulated_cuda_column_sums_match_float64_up_to_rounding(kernels, rows, d
 
 
 @pytest.mark.parametrize("n", [0, 5, 16384, 40001])
-def test_emulated_cuda_sum_of_squares_matches_a_float64_reference(kernels, n):
-    x, out = randn(n), torch.full((1,), math.nan, dtype=torch.float64)
-    kernels.sum_of_squares(x, n, torch.zeros(3, dtype=torch.float64), out)
-    assert float(out) == pytest.approx(float((x.double() ** 2).sum()), rel=1e-13)  # float64 in another order
+def test_emulated_cuda_sums_of_squares_of_blocks_match_a_float64_reference(kernels, n):
+    x, block = randn(n), 16384
+    out = torch.full((-(-n // block),), math.nan, dtype=torch.float64)
+    kernels.block_squares(x, n, block, out)
+    wanted = [float((part.double() ** 2).sum()) for part in x.split(block) if n]
+    assert out.tolist() == pytest.approx(wanted, rel=1e-13)  # float64 in another order
 
 
 @pytest.mark.parametrize("moments", [torch.float32, BF16, torch.uint8], ids=str)

@@ -1,24 +1,40 @@
+import os
+from functools import partial
+
+import fake_gpus
 import pytest
 import torch
 import torch.distributed as dist
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.distributed import ranks
-from nemo_rl_cpp.distributed.cluster import Cluster, check_device
+from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup, check_device
 from nemo_rl_cpp.distributed.ranks import connect
 
 NOWHERE = dict(rank=0, host="127.0.0.1", port=1, deadline=0.1)
 
 
 def test_cluster_with_one_rank_creates_no_communicator():
-    assert connect(size=1, backend="nccl", **NOWHERE).communicator is None
+    assert connect(size=1, **NOWHERE).communicator is None
+    with pytest.raises(ValueError, match="torch sees none: set cluster.device=cpu"):
+        connect(size=1, backend="nccl", **NOWHERE)
 
 
-@pytest.mark.parametrize("gpus, numbers", [(4, [0, 1, 2, 3]), (2, [0, 1, 0, 1]), (1, [0, 0, 0, 0])])
-def test_ranks_are_assigned_visible_gpus_round_robin(monkeypatch, gpus, numbers):
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert [ranks._own_gpu(rank).index for rank in range(4)] == numbers == [gpu.index for gpu in chosen]
+class OnGpu:
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def place(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"], self.ranks.sharers, self.ranks.sum(self.ranks.rank)
+
+
+@pytest.mark.slow
+def test_each_worker_sees_one_gpu_and_workers_may_share_it(tmp_path, monkeypatch):
+    fake_gpus.install(tmp_path, monkeypatch, "5,7")
+    cluster = Cluster([3], use_gpus=True, settings=ClusterConfig(executor="processes", cpus_per_worker=1), first_gpu=1)
+    try:
+        assert WorkerGroup(cluster, partial(OnGpu)).call_all("place") == [("7", 2, 3.0), ("5", 1, 3.0), ("7", 2, 3.0)]
+    finally:
+        cluster.shutdown()
 
 
 def test_native_nccl_communication_requires_gpus_and_a_core_built_for_cuda():
@@ -28,11 +44,6 @@ def test_native_nccl_communication_requires_gpus_and_a_core_built_for_cuda():
     if not C.cuda_compiled:
         with pytest.raises(ValueError, match="built without it.*NEMO_RL_CUDA=on"):
             C.nccl_communicator(store, 0, 2, torch.device("cuda:0"), 1.0)
-
-
-def test_training_on_several_gpus_is_an_error_that_states_the_reason():
-    with pytest.raises(ValueError, match="no training on several has been tried yet.*cluster.device=cpu"):
-        Cluster([2], use_gpus=True)
 
 
 @pytest.mark.parametrize(

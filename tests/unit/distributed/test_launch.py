@@ -17,7 +17,7 @@ import torch.distributed as dist
 from nemo_rl_cpp.config import ConfigError
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed import launch
-from nemo_rl_cpp.distributed.launch import Launch, admit, as_connection, check_launch, launched, listen
+from nemo_rl_cpp.distributed.launch import Launch, admit, as_connection, check_launch, launched, listen, take_own_gpu
 from processes import alive, descendants, wait_until_gone
 
 SLURM_SCRIPTS = Path(__file__).resolve().parents[3] / "examples" / "slurm"
@@ -37,6 +37,15 @@ SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_J
 ])  # fmt: skip
 def test_environment_variables_of_torchrun_and_srun_give_rank_and_world_size(environment, wanted):
     assert launched(environment) == wanted
+
+
+@pytest.mark.parametrize("variables, visible, own", [
+    ({"LOCAL_RANK": "1"}, "4,5,6", "5"), ({"SLURM_LOCALID": "2"}, "4,5", "4"), ({"LOCAL_RANK": "1"}, "3", "3"), ({}, "4,5,6", "6"),
+])  # fmt: skip
+def test_launched_rank_takes_the_gpu_of_its_rank_on_the_machine(monkeypatch, variables, visible, own):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    take_own_gpu(Launch(5, 6, "node7", 29512, "WORLD_SIZE"), variables)
+    assert variables["CUDA_VISIBLE_DEVICES"] == own
 
 
 def test_launcher_without_master_addr_is_an_error():

@@ -16,7 +16,7 @@ from nemo_rl_cpp.config.distillation import absolute_folder
 from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
+from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup, device_for
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.distributed.ranks import Ranks, connect, deal, generated_by
 from nemo_rl_cpp.models.generation.base_engine import ResponseBuffer
@@ -197,7 +197,8 @@ class EngineWorker(EngineHost):
         self.folder = open_model_folder(
             config.model_name, config.hf_config_overrides, seed=seed, max_length=config.max_total_sequence_length
         )
-        self.model = C.DecoderModel(self.folder.native(), DTYPES[config.precision], False)
+        device = device_for(ranks.device, config.precision)
+        self.model = C.DecoderModel(self.folder.native(), DTYPES[config.precision], False, device)
         self.weight_version: int | None = None
         self._receiver: C.RefitReceiver | None = None
 
@@ -206,7 +207,7 @@ class EngineWorker(EngineHost):
 
     def create_generation(self, config: GenerationConfig | None = None, **options: object) -> NativeGeneration:
         """Return an engine that reads this worker's weights in place (see `generation_on`)."""
-        options.setdefault("memory_share", 1 / self.ranks.size)
+        options.setdefault("memory_share", 1 / self.ranks.sharers)
         return generation_on(
             self.model, self.folder, self.config, self.tokenizer, self.weight_digest, config, **options
         )
@@ -224,13 +225,17 @@ class EngineWorker(EngineHost):
         """Connect to trainer rank 0 and to the other engines, to receive new weights."""
         rank = self.ranks.rank + 1
         ranks = connect(rank, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
-        weights = named_views(self.model.specs, self.model.compute) | buffers(self.model)
-        self._receiver = C.RefitReceiver(ranks.communicator, list(weights.items()))
+        self._weights = named_views(self.model.specs, self.model.compute) | buffers(self.model)
+        self._received = {name: tensor.cpu() for name, tensor in self._weights.items()}  # on a CPU the same tensors
+        self._receiver = C.RefitReceiver(ranks.communicator, list(self._received.items()))
 
     def update_weights_from_collective(self, version: int) -> RefitResult:
         """Receive the weights from trainer rank 0. If a tensor is missing, unknown, damaged, or of another shape or
         dtype, or if the version is not `version`, keep the old weights and raise C.RefitRefused."""
         done = self._receiver.receive(version)
+        if not self.model.compute.is_cpu:
+            for name, tensor in self._weights.items():
+                tensor.copy_(self._received[name])
         self.model.masters_changed()  # discard data derived from the old weights
         self.weight_version = version
         return RefitResult(done.bytes, done.seconds, self.weight_digest(), done.sent)

@@ -363,7 +363,7 @@ class HfPolicy(HfTrainedModel, Policy):
     ) -> HfGeneration:
         config = generation_config or self.config.generation
         options = engine_options(self.config, config, options)
-        options.setdefault("memory_share", 1 / self.ranks.size)
+        options.setdefault("memory_share", 1 / self.ranks.sharers)
         options.setdefault("end_token_ids", end_token_ids(self.folder.path, self.folder.raw, self.tokenizer))
         return HfGeneration(self.model.module, config, self.tokenizer, digest=self.weight_digest, **options)
 

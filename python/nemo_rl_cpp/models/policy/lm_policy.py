@@ -190,7 +190,7 @@ class Policy(TrainedModel, PolicyInterface):
     def create_generation(
         self, generation_config: EvalGenerationConfig | None = None, **options: object
     ) -> NativeGeneration:
-        options.setdefault("memory_share", 1 / (self.ranks.size * self.ranks.tensor_size))
+        options.setdefault("memory_share", 1 / self.ranks.sharers)
         engine = generation_on(
             self.model, self.folder, self.config, self.tokenizer, self.weight_digest, generation_config, **options
         )

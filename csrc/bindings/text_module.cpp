@@ -34,8 +34,8 @@ constexpr std::int64_t kAnyCache = std::int64_t{1} << 60;  // the engine takes w
 /// One model, one text at a time.
 class TextModel {
  public:
-  TextModel(const py::dict& config, const std::string& dtype, std::int64_t max_model_len)
-      : model_(std::make_shared<model::DecoderModel>(config_from(config), dtype_of(dtype), false)),
+  TextModel(const py::dict& config, const std::string& dtype, std::int64_t max_model_len, const std::string& device)
+      : model_(std::make_shared<model::DecoderModel>(config_from(config), dtype_of(dtype), false, at::Device(device))),
         engine_(std::make_shared<NativeModelRunner>(model_), EngineConfig{{1, 512}, max_model_len, kAnyCache, false},
                 nullptr) {}
 
@@ -126,8 +126,8 @@ PYBIND11_MODULE(_text, m) {
   m.doc() = "Generation without torch's Python side; see nemo_rl_cpp/generate.py";
   m.def("set_num_threads", [](int n) { at::set_num_threads(n); }, py::arg("num_threads"));
   py::class_<TextModel>(m, "TextModel", py::module_local())
-      .def(py::init<const py::dict&, const std::string&, std::int64_t>(), py::arg("config"), py::arg("dtype"),
-           py::arg("max_model_len"))
+      .def(py::init<const py::dict&, const std::string&, std::int64_t, const std::string&>(), py::arg("config"),
+           py::arg("dtype"), py::arg("max_model_len"), py::arg("device") = "cpu")
       .def_property_readonly("shapes", &TextModel::shapes, "(name, shape) of every parameter")
       .def("adapt", &TextModel::adapt, py::arg("dim"), py::arg("alpha"), py::arg("targets"), py::arg("use_rslora"))
       .def("masters_changed", &TextModel::masters_changed)

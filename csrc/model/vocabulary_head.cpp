@@ -153,7 +153,14 @@ void VocabularyHead::check(const at::Tensor& x, const at::Tensor& w, const RowTa
 }
 
 /// The logits [rows of x, V], of all slices.
+/// On the CPU, also of a model on a GPU.
 at::Tensor VocabularyHead::whole_logits(const at::Tensor& x, const at::Tensor& w, at::ScalarType dtype) {
+  if (x.is_cuda()) {
+    const auto on_gpu = device_scratch(logits_, {x.size(0), w.size(0)}, x.options().dtype(dtype));
+    ops::linear_forward(x, w, std::nullopt, on_gpu);
+    slice_.cap(on_gpu);
+    return on_gpu.cpu();
+  }
   const auto logits = scratch(logits_, {x.size(0), slice_.vocab_size(w.size(0))}, dtype);
   if (slice_.is_whole()) {
     ops::linear_forward(x, w, std::nullopt, logits);

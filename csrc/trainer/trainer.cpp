@@ -166,7 +166,7 @@ at::Tensor Trainer::token_places() const {
 void Trainer::likeliest(const RowBatch& batch, const std::vector<std::int64_t>& samples, double temperature,
                         bool share_prefix, const at::Tensor& ids, const at::Tensor& logprobs) {
   auto& decoder = model_->decoder();
-  NRL_CHECK_ARG(model_->device().is_cpu() && !values(), "the likeliest tokens need a language model on the CPU");
+  NRL_CHECK_ARG(!values(), "the likeliest tokens need a language model");
   NRL_CHECK_ARG(ids.dim() == 2 && ids.scalar_type() == at::kLong && ids.size(0) == batch.token_ids.numel() &&
                     !batch.targets.defined(),
                 "ids: expected int64 [", batch.token_ids.numel(), ", k], and a batch without targets");

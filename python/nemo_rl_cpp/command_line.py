@@ -110,6 +110,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         choices=("q8_0", "q4_0", "nf4"),
         help="hold the matrices in 8 or 4 bits (default: as --precision)",
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU (default: cpu)")
     parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: all cores)")
 
 

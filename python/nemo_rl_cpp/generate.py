@@ -1,4 +1,4 @@
-"""Generate text from a model or a run's checkpoint on the CPU. This module does not load torch's Python package, so the
+"""Generate text from a model or a run's checkpoint. On the CPU this module does not load torch's Python package, so the
 first token comes within a second or two.
 
 nemo-rl-cpp generate --model results/grpo/step_10 "12 + 30 ="
@@ -57,9 +57,9 @@ class GeneratedText:
 
 class TextGenerator:
     """A model with its tokenizer and the native generation engine, which generates one text at a time, with weights in
-    `precision`, "bfloat16" or "float32", on `num_threads` CPU threads (None: all cores). `model` is a Hugging Face
-    folder, a GGUF file, a model name, a checkpoint (`step_N`) or the folder of a run's checkpoints. Raises ValueError
-    if the model cannot be found, or the native engine does not support it."""
+    `precision`, "bfloat16" or "float32", on `device`, "cpu" or "cuda", with `num_threads` CPU threads (None: all
+    cores). `model` is a Hugging Face folder, a GGUF file, a model name, a checkpoint (`step_N`) or the folder of a
+    run's checkpoints. Raises ValueError if the model cannot be found, or the native engine does not support it."""
 
     def __init__(
         self,
@@ -68,15 +68,21 @@ class TextGenerator:
         precision: str = "bfloat16",
         quantization: str | None = None,
         num_threads: int | None = None,
+        device: str = "cpu",
     ):
         if precision not in ("bfloat16", "float32"):
             raise ValueError(f"precision {in_a_line(precision)}: expected bfloat16 or float32")
+        if device != "cpu":
+            from nemo_rl_cpp.distributed.cluster import check_device  # loads torch and the CUDA kernels
+
+            check_device(device, "the device")
         name = model_name(model)
         folder = resolve_model(find_policy_weights(name), key="the model")
         opened = read_model_folder(folder)
+        opened.check_device(device)
         self.max_length = max_positions(opened.config)
         opened = replace(opened, max_length=self.max_length)
-        opened = opened.quantised(quantization, "--quantization")
+        opened = opened.quantised(quantization, "--quantization", device)
         opened.check_weights()
         for remark in opened.remarks:
             say_once("warning", remark)
@@ -88,7 +94,7 @@ class TextGenerator:
 
         if num_threads is not None:
             native.set_num_threads(whole_number("num_threads", num_threads, 1, 4096))
-        self._model = native.TextModel(opened.native(), precision, self.max_length)
+        self._model = native.TextModel(opened.native(), precision, self.max_length, device)
         self._fill(opened)
         self._knows_bytes = False
         self._vocab_size = int(opened.config["vocab_size"])

@@ -15,6 +15,7 @@ from nemo_rl_cpp.argument_checks import described, did_you_mean, in_a_line, mode
 from nemo_rl_cpp.config import load_eval_config
 from nemo_rl_cpp.data.conversation import prompts_of
 from nemo_rl_cpp.data.tokenizer import get_tokenizer
+from nemo_rl_cpp.distributed.cluster import check_device
 from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.evals.eval import make_generation
 from nemo_rl_cpp.hub.sources import find_policy_weights, resolve_model
@@ -167,15 +168,17 @@ class LoadedModel(TextWriter):
 
 
 def load(
-    model: str | Path, *, precision: str | None = None, quantization: str | None = None, max_length: int | None = None
-) -> LoadedModel:
+    model: str | Path, *, precision: str | None = None, quantization: str | None = None, max_length: int | None = None,
+    device: str = "cpu",
+) -> LoadedModel:  # fmt: skip
     """Load a Hugging Face folder, a GGUF file, a packaged model, a name on the Hub, a checkpoint (`step_N`), or the
     newest checkpoint in a run's folder.
 
     `precision` is "float32" or "bfloat16"; None: float32 if config.json has this dtype, otherwise bfloat16.
     `quantization` is the format of the matrices: "q8_0", "q4_0" or "nf4"; None: as `precision`. `max_length` is the
     maximum number of tokens of prompt and response together; None: 2048, or what the model supports if that is
-    less. Raise ValueError if the model cannot be found or loaded."""
+    less. `device` is "cpu" or "cuda". Raise ValueError if the model cannot be found or loaded."""
+    check_device(device, "device")
     name = model_name(model)
     folder = Path(resolve_model(find_policy_weights(name), key="the model"))
     if precision is None:
@@ -187,6 +190,7 @@ def load(
         "generation.vllm_cfg.precision": ("precision", precision),
         "generation.quantization": ("quantization", quantization),
         "generation.max_new_tokens": ("max_new_tokens", DEFAULT_NEW_TOKENS),
+        "cluster.device": ("device", device),
     }
     if max_length is not None:
         keys["generation.vllm_cfg.max_model_len"] = ("max_length", max_length)

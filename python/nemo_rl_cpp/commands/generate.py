@@ -47,8 +47,8 @@ def generate(arguments: Sequence[str]) -> int:
     prompt = sys.stdin.read() if known.prompt is None else known.prompt
     messages = [{"role": "system", "content": known.system}] if known.system is not None else []
     generator = TextGenerator(
-        known.model, precision=known.precision, quantization=known.quantization, num_threads=known.threads
-    )
+        known.model, precision=known.precision, quantization=known.quantization, num_threads=known.threads, device=known.device
+    )  # fmt: skip
     asked = [*messages, {"role": "user", "content": prompt}] if known.chat else prompt
     done = generator.generate(asked, **rule, on_text=show)
     print()
@@ -85,8 +85,8 @@ def chat(arguments: Sequence[str]) -> int:
     known = parser.parse_args(arguments)
     sampling(known.max_new_tokens, known.temperature, known.top_p, known.seed)  # checked before the model is loaded
     generator = TextGenerator(
-        known.model, precision=known.precision, quantization=known.quantization, num_threads=known.threads
-    )
+        known.model, precision=known.precision, quantization=known.quantization, num_threads=known.threads, device=known.device
+    )  # fmt: skip
     if sys.stdin.isatty():
         import readline  # noqa: F401 - lines can be edited, and earlier ones called back
 

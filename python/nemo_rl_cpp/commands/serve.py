@@ -44,6 +44,10 @@ def main(arguments: Sequence[str]) -> int:
             parser.error(f"--{option.replace('_', '-')} does not apply to --tinker: leave it out")
         setattr(known, option, default if getattr(known, option) is None else getattr(known, option))
     if known.tinker is not None:
+        if known.device != "cpu":
+            parser.error(
+                f"--device {known.device} does not apply to --tinker, whose models are on the CPU: leave it out"
+            )
         check_installed("serve --tinker", "tinker")
         from nemo_rl_cpp.tinker.app import serve_tinker
 

@@ -22,8 +22,8 @@ def cuda_usable() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("nemo_rl_cpp._cuda") is not None
 
 
-def check_device(device: str) -> str:
-    """Return `cluster.device`. Raise ValueError with the reason if it is `cuda` and no GPU can be used."""
+def check_device(device: str, name: str = "cluster.device") -> str:
+    """Return `device`, the value of `name`. Raise ValueError with the reason if it is `cuda` and no GPU can be used."""
     if device != "cuda" or cuda_usable():
         return device
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -35,7 +35,7 @@ def check_device(device: str) -> str:
         why = f"torch {torch.__version__} was built without CUDA: install a torch with CUDA"
     else:
         why = "torch sees no GPU: run on a machine with one (nvidia-smi lists them)"
-    raise ValueError(f"cluster.device is cuda, but {why}, or set cluster.device=cpu")
+    raise ValueError(f"{name} is cuda, but {why}, or set it to cpu")
 
 
 def device_for(device: str, precision: str) -> str:

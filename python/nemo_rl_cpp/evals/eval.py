@@ -121,6 +121,7 @@ def make_generation(
     dtype = getattr(torch, engine.precision)
     folder = replace(folder, max_length=engine.max_model_len)
     folder = folder.quantised(config.generation.quantization, "generation.quantization", config.cluster.device)
+    folder.check_device(config.cluster.device)
     folder.check_weights()
     model = C.DecoderModel(folder.native(), dtype, False, check_device(config.cluster.device))
     folder.fill(model)

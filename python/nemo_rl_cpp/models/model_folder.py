@@ -69,7 +69,7 @@ class ModelFolder:
         sizes = [size for size, *_ in self.native().get("layer_sizes", ())]
         if device != "cpu" and max(sizes, default=0) > 256:
             raise ModelFolderError(
-                f"global_head_dim is {max(sizes)}, but attention on a GPU takes heads of up to 256: set cluster.device=cpu, or policy.backend=hf"
+                f"global_head_dim is {max(sizes)}, but attention on a GPU takes heads of up to 256: take the CPU, or policy.backend=hf"
             )
 
     def check_quantization(self, key: str, device: str = "cpu") -> None:

@@ -20,6 +20,7 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
         served_name=arguments.served_model_name,
         precision=arguments.precision,
         quantization=arguments.quantization,
+        device=arguments.device,
         sizes=EngineSizes(arguments.max_model_len, arguments.kv_cache_gb, arguments.max_batch_size),
         limits=Limits(arguments.max_queue, int(arguments.max_body_mb * (1 << 20)), arguments.request_timeout),
         seed=arguments.seed,

@@ -16,6 +16,7 @@ from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.checkpoint_template import settle_chat_template
 from nemo_rl_cpp.data.texts import bytes_of_token, token_bytes_table
 from nemo_rl_cpp.data.tokenizer import Tokenizer
+from nemo_rl_cpp.distributed.cluster import check_device
 from nemo_rl_cpp.hub.sources import find_policy_weights, resolve_model
 from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.models.generation.native import native_runner
@@ -137,13 +138,15 @@ class EngineSizes:
     """The sizes of a server's engine: sequence length, KV cache and batch."""
 
     max_model_len: int | None = None  # tokens of the longest sequence; None: what the model and the cache allow
-    kv_cache_gb: float | None = None  # size of the KV cache; None: half of the free memory, at most 4 GiB
+    kv_cache_gb: float | None = None  # size of the KV cache; None: half of the free memory, on a CPU at most 4 GiB
     max_batch_size: int = 64  # the number of responses generated concurrently
     prefill_chunk_tokens: int = 512  # prompt tokens prefilled per step, so that a long prompt delays no others
 
-    def cache_bytes(self) -> int:
+    def cache_bytes(self, device: str = "cpu") -> int:
         if self.kv_cache_gb is not None:
             return int(self.kv_cache_gb * 1e9)
+        if device == "cuda":
+            return torch.cuda.mem_get_info()[0] // 2
         return max(min(available_bytes() // 2, _LONGEST_CACHE), 1)
 
     def engine(self, runner: C.ModelRunner, cache_bytes: int, token_bytes: list[bytes]) -> C.ResidentEngine:
@@ -173,15 +176,18 @@ def load_model(
     sizes: EngineSizes,
     limits: Limits,
     quantization: str | None = None,
+    device: str = "cpu",
     seed: int = 42,
 ) -> ServedModel:
     """Load a model for a server. `name` is a model folder, a model name, a checkpoint (`step_N`), or a run's folder,
-    for its newest checkpoint; clients may also use `served_name`. `seed` seeds requests that name a rollout but no
-    seed. Raise ValueError if the model cannot be found or does not fit."""
+    for its newest checkpoint; clients may also use `served_name`. `device` is "cpu" or "cuda". `seed` seeds requests
+    that name a rollout but no seed. Raise ValueError if the model cannot be found or does not fit."""
+    check_device(device, "--device")
     folder = resolve_model(find_policy_weights(name), key="--model")
     opened = open_model_folder(str(folder), max_length=sizes.max_model_len, length_key="--max-model-len", key="--model")
     opened = replace(opened, max_length=min(sizes.max_model_len or 1 << 60, max_positions(opened.config)))
-    opened = opened.quantised(quantization, "--quantization")
+    opened.check_device(device)
+    opened = opened.quantised(quantization, "--quantization", device)
     opened.check_weights()
     tokenizer = Tokenizer.from_pretrained(folder, section="")
     try:
@@ -189,9 +195,9 @@ def load_model(
             warnings.warn(remark, stacklevel=2)
     except ValueError:
         pass  # without a template, completions work and chat reports that it is missing
-    model = C.DecoderModel(opened.native(), getattr(torch, precision), False)
+    model = C.DecoderModel(opened.native(), getattr(torch, precision), False, device)
     opened.fill(model)
-    runner, cache_bytes = native_runner(model, {}), sizes.cache_bytes()
+    runner, cache_bytes = native_runner(model, {}), sizes.cache_bytes(device)
     fits = runner.longest_sequence(sizes.prefill_chunk_tokens, cache_bytes)
     longest = length_that_fits(fits, cache_bytes, opened.max_length, is_given=sizes.max_model_len is not None)
     version = re.fullmatch(r"step_(\d+)", folder.parent.parent.name)  # in a checkpoint: step_N/policy/weights

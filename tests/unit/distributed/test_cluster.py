@@ -2,6 +2,7 @@ import os
 from functools import partial
 
 import fake_gpus
+import nemo_rl_cpp
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup, check_device
 from nemo_rl_cpp.distributed.ranks import connect
+from nemo_rl_cpp.generate import TextGenerator
 
 NOWHERE = dict(rank=0, host="127.0.0.1", port=1, deadline=0.1)
 
@@ -59,7 +61,10 @@ def test_models_are_placed_on_a_usable_gpu_unless_they_are_float64(monkeypatch, 
 def test_error_for_an_unusable_gpu_names_the_configuration_key_of_the_device(monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.distributed.cluster.cuda_usable", lambda: False)
     assert check_device("cpu") == "cpu"
-    with pytest.raises(ValueError, match="cluster.device is cuda, but torch sees no GPU.*cluster.device=cpu"):
+    with pytest.raises(ValueError, match="cluster.device is cuda, but torch sees no GPU.*set it to cpu"):
         check_device("cuda")
+    for load in (lambda name: nemo_rl_cpp.load(name, device="cuda"), lambda name: TextGenerator(name, device="cuda")):
+        with pytest.raises(ValueError, match="device is cuda, but torch sees no GPU"):
+            load("smollm2-135m-instruct")
     monkeypatch.setattr("nemo_rl_cpp.distributed.cluster.cuda_usable", lambda: True)
     assert check_device("cuda") == "cuda"

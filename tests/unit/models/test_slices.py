@@ -88,7 +88,7 @@ def refused(model, count, **overrides):
 def test_heads_of_gemma_4_on_a_gpu_are_an_error_that_names_the_cpu():
     config = canonical_config(TINY_CONFIG | {"model_type": "gemma4_text", "global_head_dim": 512})
     ModelFolder(config, None).check_device("cpu")
-    with pytest.raises(ModelFolderError, match="global_head_dim is 512, .* heads of up to 256: set cluster.device=cpu"):
+    with pytest.raises(ModelFolderError, match="global_head_dim is 512, .* heads of up to 256: take the CPU"):
         ModelFolder(config, None).check_device("cuda")
 
 

@@ -458,9 +458,6 @@ def check_vllm_run(config: TrainMasterConfig, report: Report) -> None:
     if cluster.has_workers:
         text = f"is {cluster.executor_text}, but vLLM gets its weights from one training process"
         report.add("cluster.executor", f"{text}: {cluster.one_process_text}, or set {key} to null", key)
-    if cluster.device != "cpu" and generation.vllm_cfg.server_url is None:
-        text = f"is {cluster.device}, but a vLLM that the run starts gets its weights through the CPU's memory"
-        report.add("cluster.device", f"{text}: set it to cpu, or {_SERVER} to a server on another GPU", _PYTHON)
 
 
 # ---- the policy's server, and agents

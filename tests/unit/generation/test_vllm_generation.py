@@ -147,6 +147,16 @@ def test_vllm_server_started_by_a_run_gets_its_options_from_the_configuration():
     assert "--enable-prefix-caching" not in words and "--no-enable-prefix-caching" not in words
 
 
+def test_vllm_server_that_shares_the_trainers_gpu_gets_half_of_its_free_memory_for_the_cache(monkeypatch):
+    config = PolicyConfig(model_name="tiny-random", precision="bfloat16", max_total_sequence_length=100)
+    config.fill_defaults()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3_000_000, 9_000_000))
+    model = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 65536}
+    options = started_options(config, model, "folder", 80, "cuda")
+    assert options["kv_cache_memory_bytes"] == 1_500_000 and "enable_chunked_prefill" not in options
+    assert options["weight_transfer_config"] == {"backend": "nemo_rl_cpp_shared_memory"}  # NCCL refuses a shared GPU
+
+
 def test_started_vllm_server_has_enough_cache_blocks_for_all_recurrent_states(tmp_path):
     config = PolicyConfig(
         model_name="tiny-random",

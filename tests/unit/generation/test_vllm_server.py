@@ -273,8 +273,7 @@ def test_error_in_the_on_finished_callback_cancels_unfinished_vllm_requests(join
 @pytest.fixture
 def by_nccl(model, monkeypatch):
     """A server with the extension's NCCL, a policy, its engine, and the phases of the trainer's communicator, which the server hears."""
-    monkeypatch.setattr(server_module, "transfer_of", lambda device: "nemo_rl_cpp_nccl")
-    monkeypatch.setattr(vllm_generation, "SharedMemoryTransport", vllm_generation.NcclTransport)
+    monkeypatch.setattr(server_module, "transfer_of", lambda policy, device: "nemo_rl_cpp_nccl")
     with vllm_server_stand_in.serving("good", model[True], backend="nemo_rl_cpp_nccl") as server:
 
         class Communicator:

@@ -211,9 +211,10 @@ def check_interpreter(python: str, patience: float = 60.0) -> None:
 # ---- how it is started
 
 
-def transfer_of(device: str) -> str:
-    """Return the name of the weight transfer: NCCL if the trainer runs on a GPU, otherwise shared memory."""
-    return NCCL if device == "cuda" else SHARED_MEMORY
+def transfer_of(policy: PolicyConfig, device: str) -> str:
+    """Return the name of the weight transfer: NCCL from a trainer on a GPU to a user's server; shared memory otherwise,
+    also to a server that the run starts, which may use the trainer's GPU, where NCCL connects one process only."""
+    return NCCL if device == "cuda" and policy.generation.vllm_cfg.server_url is not None else SHARED_MEMORY
 
 
 def _model(policy: PolicyConfig) -> str:
@@ -231,7 +232,7 @@ def _options(policy: PolicyConfig, model: str, port: int, device: str) -> dict[s
     options: dict[str, object] = {
         "model": model, "port": port, "dtype": policy.generation.vllm_cfg.dtype_for(policy.precision), "max_model_len": longest,
         "max_num_batched_tokens": max(longest, _LEAST_BATCHED_TOKENS), "enable_scale_out": True,
-        "worker_extension_cls": "nemo_rl_cpp_vllm.Weights", "weight_transfer_config": {"backend": transfer_of(device)},
+        "worker_extension_cls": "nemo_rl_cpp_vllm.Weights", "weight_transfer_config": {"backend": transfer_of(policy, device)},
         "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "enable_prefix_caching": policy.generation.vllm_cfg.enable_prefix_caching,
     }  # fmt: skip
     if _recurrent_sizes(policy, model) is not None:
@@ -263,14 +264,17 @@ def server_command(policy: PolicyConfig, device: str = "cpu") -> str:
     return f"VLLM_SERVER_DEV_MODE=1 PYTHONPATH={shlex.quote(str(EXTENSION))} python -m {_MODULE} {shlex.join(words)}"
 
 
-def started_options(policy: PolicyConfig, config: Mapping[str, Plain], model: str, port: int) -> dict[str, object]:
-    """Return {vLLM's engine argument: value} of the server that the run starts for the model folder `model` on `port`
-    of this machine, on the CPU, with random weights and without a tokenizer; `vllm_kwargs` come last."""
+def started_options(
+    policy: PolicyConfig, config: Mapping[str, Plain], model: str, port: int, device: str = "cpu"
+) -> dict[str, object]:
+    """Return {vLLM's engine argument: value} of the server that a run on `device` starts for the model folder `model` on
+    `port` of this machine, with random weights and without a tokenizer; `vllm_kwargs` come last."""
     generation = policy.generation
-    vllm, options = generation.vllm_cfg, _options(policy, model, port, "cpu")
+    vllm, options = generation.vllm_cfg, _options(policy, model, port, device)
     rows, longest = generation.max_batch_size or _ROWS, options["max_model_len"]
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
     cache = _cache_bytes(
-        generation.kv_cache_gb, config, _recurrent_sizes(policy, model), rows, longest, _BYTES[options["dtype"]]
+        generation.kv_cache_gb, config, _recurrent_sizes(policy, model), rows, longest, _BYTES[options["dtype"]], free
     )
     return options | {
         "host": "127.0.0.1", "max_num_seqs": rows, "max_num_batched_tokens": max(generation.prefill_chunk_tokens, rows, longest),
@@ -286,9 +290,10 @@ def _cache_bytes(
     rows: int,
     longest: int,
     element: int,
+    free: int,
 ) -> int:
     """Return the size of the KV cache: `gigabytes` (kv_cache_gb) if set, else what `rows` sequences of `longest` tokens
-    need with `element` bytes per number, at most half of the free memory. `recurrent` are the sizes of a model with
+    need with `element` bytes per number, at most half of the `free` bytes. `recurrent` are the sizes of a model with
     recurrent layers. Each such layer needs one block per sequence, and vLLM makes all blocks large enough for its
     state."""
     if gigabytes is not None:
@@ -304,7 +309,7 @@ def _cache_bytes(
         tokens *= -(-recurrent.state_bytes(element) // (tokens * of_token))
     of_sequence = (layers - states) * -(-longest // tokens) + states
     wanted = max((rows * of_sequence + layers) * tokens * of_token, _LEAST_CACHE)  # vLLM reserves one block
-    return max(min(wanted, available_bytes() // 2), 1)
+    return max(min(wanted, free // 2), 1)
 
 
 def server_environment(given: Mapping[str, object] | None) -> dict[str, str]:
@@ -323,14 +328,14 @@ class StartedServer:
     new session, so that Ctrl-C only reaches the trainer. It ends with this process. Raises WorkerLostError if it ends
     while it loads, or does not listen within vllm_cfg.start_timeout_s."""
 
-    def __init__(self, policy: PolicyConfig, config: Mapping[str, Plain]) -> None:
+    def __init__(self, policy: PolicyConfig, config: Mapping[str, Plain], device: str = "cpu") -> None:
         vllm = policy.generation.vllm_cfg
         self._folder = TemporaryDirectory(prefix="nemo_rl_cpp_vllm_")
         folder, self._port = Path(self._folder.name), _free_port()
         self.url, self._log = f"http://127.0.0.1:{self._port}", folder / "output.txt"
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        words = _words(started_options(policy, config, str(folder / "model"), self._port))
+        words = _words(started_options(policy, config, str(folder / "model"), self._port, device))
         command = ["/bin/sh", "-c", _ENDS_WITH_THE_TRAINER, "vllm", vllm.python, "-m", _MODULE, *words]
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
@@ -461,8 +466,8 @@ def _facts(client: ServerClient, refuse: Refuse) -> dict:
 def _check_facts(facts: dict, policy: PolicyConfig, device: str, refuse: Refuse) -> None:
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
     vllm = policy.generation.vllm_cfg
-    if facts["transfer"] != transfer_of(device):
-        raise refuse(f"whose weight transfer is {facts['transfer']}: a trainer on {device} needs {transfer_of(device)}")
+    if facts["transfer"] != (needed := transfer_of(policy, device)):
+        raise refuse(f"whose weight transfer is {facts['transfer']}: a trainer on {device} needs {needed}")
     if facts["logprobs_mode"] != "processed_logprobs":
         raise refuse(f"which gives {facts['logprobs_mode']}: training compares with processed_logprobs")
     if facts["is_cpu"] and facts["chunked_prefill"]:

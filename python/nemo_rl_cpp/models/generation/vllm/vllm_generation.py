@@ -220,21 +220,22 @@ class VllmGeneration(base_engine.BaseEngine):
         text = self.model_config.get("text_config", {})
         self._vocab_size = int(self.model_config.get("vocab_size") or text.get("vocab_size") or 0)
         vllm = config.generation.vllm_cfg
-        self.server = server.StartedServer(config, self.model_config) if vllm.server_url is None else None
+        weights = self._named(policy.state_dict())
+        device = next(iter(weights.values())).device.type
+        self.server = server.StartedServer(config, self.model_config, device) if vllm.server_url is None else None
         try:
-            self._join(self._named(policy.state_dict()), config)
+            self._join(weights, config, device)
         except BaseException:
             if self.server is not None:
                 self.server.close()
             raise
 
-    def _join(self, weights: Mapping[str, Tensor], config: PolicyConfig) -> None:
+    def _join(self, weights: Mapping[str, Tensor], config: PolicyConfig, device: str) -> None:
         if self.server is None:
             self._client = server.client_of(config)
         else:
             seconds = config.generation.vllm_cfg.timeout_s
             self._client = server.ServerClient(self.server.url, None, seconds, self.server.what_happened)
-        device = next(iter(weights.values())).device.type
         facts = server.check_server(self._client, config, device)
         if self._vocab_size and facts["vocab_size"] != self._vocab_size:
             raise ValueError(
@@ -243,7 +244,8 @@ class VllmGeneration(base_engine.BaseEngine):
             )
         self._rows = min(self.config.max_batch_size or facts["max_num_seqs"], facts["max_num_seqs"])
         self._call = partial(self._client.call, REFIT)
-        self._transport = (NcclTransport if device == "cuda" else SharedMemoryTransport)(weights, self._client)
+        by_nccl = server.transfer_of(config, device) == server.NCCL
+        self._transport = (NcclTransport if by_nccl else SharedMemoryTransport)(weights, self._client)
 
     # ---- token ids in, token ids out
 

@@ -6,6 +6,7 @@ import tiny
 import torch
 from test_dedicated_engines import apart, trained
 
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 ON_GPU = "cluster.device=cuda"
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from textwrap import dedent
 from typing import NotRequired, TypedDict
 
 from nemo_rl_cpp.config.base import as_model
@@ -72,9 +73,9 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
 
 def extract_code(response: str) -> str:
     """Return the program in a response: its last fenced block marked as Python, otherwise its last fenced block without
-    a language, otherwise the whole response."""
+    a language, otherwise the whole response. A block that is indented, in a list, loses its indentation."""
     blocks = [(language.lower(), code) for language, code in _FENCED.findall(response)]
     for languages in (_PYTHON, ("",)):
         if found := [code for language, code in blocks if language in languages]:
-            return found[-1]
+            return dedent(found[-1])
     return response

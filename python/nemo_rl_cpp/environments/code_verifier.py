@@ -18,6 +18,12 @@ from nemo_rl_cpp.environments.verifiers import Verdict, VerifierBase, VerifierUs
 _LONGEST_VALUE = 100_000  # a longer result is not parsed; this length takes 0.2 s and 50 MB at worst
 _UNCOMPILED = ("SyntaxError: ", "IndentationError: ", "TabError: ", "RecursionError: ", "OverflowError: ")
 
+# Modules whose names a solution with `fn_name` may use without importing them, as in LiveCodeBench
+_IMPORTED = (
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools", "functools",
+    "operator", "io", "sys", "json", "builtins", "typing",
+)  # fmt: skip
+
 # Runs the solution, then the checks, and writes the results to a descriptor that the solution does not print to.
 HARNESS = """
 import json, os, sys, types
@@ -43,13 +49,20 @@ try:
     program = compile(source, "/box/solution.py", "exec")
 except (SyntaxError, ValueError, RecursionError, OverflowError) as error:
     sys.exit("SyntaxError: " + str(error)[:200])
+for statement in ("from {} import *", "import {}"):
+    for name in plan["imports"]:
+        exec(statement.format(name), space)
+if plan["imports"]:
+    sys.setrecursionlimit(50000)  # also as in LiveCodeBench
+given = dict(space)
 exec(program, space)
 found = []
 for check in plan["checks"]:
     try:
         if "call" in check:
             name = check["call"]
-            target = space[name] if name in space else getattr(space["Solution"](), name)
+            is_own = name in space and space[name] is not given.get(name, given)
+            target = space[name] if is_own else getattr(space["Solution"](), name)
             found.append({"value": json.dumps(target(*check["arguments"]))})
         elif "expression" in check:
             found.append({"value": repr(plain(eval(check["expression"], space)))})
@@ -122,7 +135,8 @@ class CodeTests:
 
     def _run_checks(self, source: str, runner: Runner) -> TestResult:
         token = secrets.token_hex(8)
-        plan = json.dumps({"checks": self.checks, "token": token})
+        imports = _IMPORTED if any("call" in check for check in self.checks) else ()
+        plan = json.dumps({"checks": self.checks, "token": token, "imports": imports})
         files = {"checks.json": plan.encode(), "solution.py": source.encode("utf-8", "surrogatepass")}
         outcome = runner(HARNESS, files=files)
         found = _results(outcome, len(self.checks))
@@ -174,8 +188,8 @@ def parse_tests(ground_truth: object) -> CodeTests:
     - {"inputs": [text, ...], "outputs": [text, ...]}: standard input and expected standard output. A text may be a
       list of its lines.
     - {"fn_name": name, "inputs": [[argument, ...], ...], "outputs": [value, ...]}: calls of a function (or of a method
-      of class Solution) and expected values. Arguments and value of a call may be texts in JSON, with one argument per
-      line, as in LiveCodeBench.
+      of class Solution) and expected values. As in LiveCodeBench, arguments and value of a call may be texts in JSON,
+      with one argument per line, and the program need not import what such programs use (`_IMPORTED`).
     - {"asserts": [statement, ...]} or just the list. For `assert EXPRESSION == LITERAL` the value is compared outside
       the program. Any other statement runs inside the program, where a malicious program could fake its success.
 

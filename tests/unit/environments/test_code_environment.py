@@ -49,6 +49,8 @@ def test_code_environment_scores_functions_by_calls_with_the_arguments_of_the_te
     assert score(env, "def add(a, b): return 3", truth) == (0.0, "wrong_answer: 1 of 3 tests passed")
     assert score(env, "def sub(a, b): return 3", truth)[1].startswith("runtime_error")
     assert score(env, "def add(a, b): return {1, 2}", truth)[1].startswith("runtime_error: TypeError")
+    alone = "class Solution:\n    def add(self, a: List[int], b: Optional[int]) -> int:\n        return reduce(operator.add, deque([a, b]))"
+    assert score(env, alone, truth) == (1.0, "passed")  # LiveCodeBench imports typing, functools and others itself
     as_text = {"fn_name": "add", "inputs": ["1\n2", '"a"\n"b"', "[1]\n[2]"], "outputs": ["3", '"ab"', "[1, 2]"]}
     assert score(env, "def add(a, b): return a + b", as_text) == (1.0, "passed")
 
@@ -167,6 +169,10 @@ def test_code_is_extracted_from_the_last_code_block_of_a_response(env):
     )
     assert extract_code("```text\n1\n```\n```\nx = 6\n```\n") == "x = 6\n"
     assert extract_code("x = 4") == "x = 4"
+    assert (
+        extract_code("1. So:\n   ```python\n   def f():\n       return 1\n   ```\n2. Done.")
+        == "def f():\n    return 1\n"
+    )
     for mark in (' title="a.py"', ":a.py", "{1-2}"):
         assert extract_code(f"Put it into ```a.py``` now:\n```python{mark}\nx = 7\n```\nDone.") == "x = 7\n"
     assert score(env, "Here it is:\n```python\nprint(2 * int(input()))\n```", DOUBLE)[0] == 1.0

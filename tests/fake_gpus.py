@@ -6,6 +6,8 @@ torch.cuda.device_count = lambda: 1
 torch.cuda.get_device_properties = lambda gpu: types.SimpleNamespace(uuid=os.environ["CUDA_VISIBLE_DEVICES"])
 from nemo_rl_cpp.distributed import ranks
 ranks._own_gpu = lambda: torch.device("cpu")
+ranks.C.nccl_communicator = lambda *place: None
+ranks.C.communicator_by_device = lambda on_cpu, on_gpus: on_gpus or on_cpu
 """
 
 

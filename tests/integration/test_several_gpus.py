@@ -20,7 +20,7 @@ def alone(request, tmp_path_factory):
 @pytest.mark.parametrize("where", [tiny.workers(2), apart(1, 1), apart(2, 1)], ids=["2", "1+1", "2+1"])
 def test_training_on_gpus_is_bit_identical_in_one_and_several_processes(tmp_path, monkeypatch, alone, where):
     if not torch.cuda.is_available():
-        fake_gpus.install(tmp_path, monkeypatch, "0")
+        fake_gpus.install(tmp_path, monkeypatch, "0,1")
     precision, (digest, rows) = alone
     found, history = trained(tmp_path, ON_GPU, precision, *where)
     assert found == digest

@@ -1,4 +1,3 @@
-import os
 from functools import partial
 
 import fake_gpus
@@ -11,6 +10,7 @@ from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup, check_device
 from nemo_rl_cpp.distributed.ranks import connect
 from nemo_rl_cpp.generate import TextGenerator
+from players import make
 
 NOWHERE = dict(rank=0, host="127.0.0.1", port=1, deadline=0.1)
 
@@ -21,20 +21,12 @@ def test_cluster_with_one_rank_creates_no_communicator():
         connect(size=1, backend="nccl", **NOWHERE)
 
 
-class OnGpu:
-    def __init__(self, ranks):
-        self.ranks = ranks
-
-    def place(self):
-        return os.environ["CUDA_VISIBLE_DEVICES"], self.ranks.sharers, self.ranks.sum(self.ranks.rank)
-
-
 @pytest.mark.slow
 def test_each_worker_sees_one_gpu_and_workers_may_share_it(tmp_path, monkeypatch):
     fake_gpus.install(tmp_path, monkeypatch, "5,7")
     cluster = Cluster([3], use_gpus=True, settings=ClusterConfig(executor="processes", cpus_per_worker=1), first_gpu=1)
     try:
-        assert WorkerGroup(cluster, partial(OnGpu)).call_all("place") == [("7", 2, 3.0), ("5", 1, 3.0), ("7", 2, 3.0)]
+        assert WorkerGroup(cluster, partial(make, 0)).call_all("place") == [("7", 2, 3.0), ("5", 1, 3.0), ("7", 2, 3.0)]
     finally:
         cluster.shutdown()
 

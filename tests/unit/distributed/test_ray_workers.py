@@ -3,6 +3,7 @@ import signal
 import time
 from functools import partial
 
+import fake_gpus
 import pytest
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed import ray_workers
@@ -18,7 +19,9 @@ ray = ray_workers.ray_module()
 @pytest.fixture(scope="module", autouse=True)
 def started_ray():
     """Start one Ray cluster for all tests of this file; workers use a Ray cluster that is running."""
-    assert ray_workers.start_ray(3) and not ray_workers.start_ray(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "init", partial(ray.init, num_gpus=2))
+        assert ray_workers.start_ray(3) and not ray_workers.start_ray(3)
     yield
     ray.shutdown()
 
@@ -81,9 +84,21 @@ def test_error_for_a_ray_actor_lost_at_startup_names_the_actor_and_no_process_re
     assert pids and not wait_until_gone(pids, 10.0)
 
 
-def test_ray_cluster_with_too_few_cpus_is_an_error(monkeypatch):
+def test_each_ray_actor_sees_one_gpu(tmp_path, monkeypatch):
+    fake_gpus.install(tmp_path, monkeypatch, "0,1")
+    cluster = Cluster([2], settings=ClusterConfig(executor="ray", cpus_per_worker=1))
+    try:
+        assert sorted(WorkerGroup(cluster, partial(make, 0)).call_all("place")) == [("0", 1, 1.0), ("1", 1, 1.0)]
+    finally:
+        cluster.shutdown()
+
+
+def test_ray_cluster_with_too_few_cpus_or_gpus_is_an_error(monkeypatch):
     monkeypatch.setattr(ray_workers, "_PLACES_SECONDS", 1.0)
     settings = ClusterConfig(executor="ray", cpus_per_worker=1000)
     cluster = Cluster([2], use_gpus=False, settings=settings)
     with pytest.raises(ValueError, match="no room for 2 workers of 1000 CPUs within 1 s: it has"):
+        WorkerGroup(cluster, partial(make, 0))
+    cluster = Cluster([3], settings=ClusterConfig(executor="ray", cpus_per_worker=1))
+    with pytest.raises(ValueError, match=r"no room for 3 workers of 1 CPUs and 1 GPUs .* it has \d+ CPUs and 2 GPUs"):
         WorkerGroup(cluster, partial(make, 0))

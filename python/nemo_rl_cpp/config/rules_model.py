@@ -66,9 +66,6 @@ def check_gpus(config: TrainMasterConfig, report: Report) -> None:
         key, slices = model.tensor_parallel_key(name), model.tensor_parallel(max(trainers_of(config), 1))
         if slices > 1:
             report.add(key, f"is {slices}, but models are sliced on the CPU only: set it to 1", "cluster.device")
-        if model.backend == "hf":
-            text = "is hf, which trains in one process on a GPU: set it to native, or cluster.executor to in_process"
-            report.add(f"{name}.backend", text, "cluster.device", "cluster.executor")
         if model.shards_gradients:
             key = f"{name}.data_parallel_sharding_strategy"
             report.add(key, "shares out gradients, which works on the CPU only: set it to optim", "cluster.device")

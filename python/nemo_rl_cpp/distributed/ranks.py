@@ -349,11 +349,14 @@ def connect(
 
     @cache
     def mesh() -> DeviceMesh:
+        if gpu is not None and len(set(places)) < size:
+            raise ValueError("policy.backend hf needs a GPU for each process: lower cluster.gpus_per_node")
         name = "nemo_rl_cpp_gloo"  # unlike with torch's "gloo", ranks meet at `address`, not at the host's name
         dist.Backend.register_backend(name, gloo, devices="cpu")
         options = dict(store=dist.PrefixStore("torch", store), rank=rank, world_size=size)
-        dist.init_process_group(f"cpu:{name}", timeout=limit, **options)
-        return init_device_mesh("cpu", (size,))
+        backends = f"cpu:{name}" if device.type == "cpu" else f"cpu:{name},cuda:nccl"
+        dist.init_process_group(backends, timeout=limit, **options)
+        return init_device_mesh(device.type, (size,))
 
     everybody = tuple(range(size))
     communicator = meet(everybody)

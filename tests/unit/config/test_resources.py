@@ -53,7 +53,6 @@ def test_generation_engine_sizes_that_do_not_fit_the_cluster_are_errors(override
 
 @pytest.mark.parametrize("overrides, said", [
     (("policy.dtensor_cfg.tensor_parallel_size=2",), "tensor_parallel_size is 2, but models are sliced on the CPU only"),
-    (("policy.backend=hf",), "policy.backend is hf, which trains in one process on a GPU"),
     (("policy.data_parallel_sharding_strategy=optim_grads",), "shares out gradients, which works on the CPU only"),
 ])  # fmt: skip
 def test_settings_that_several_processes_support_on_the_cpu_only_are_errors_on_gpus(overrides, said):

@@ -143,10 +143,11 @@ class ShardedModel:
 
     masters_begin = 0
     blocks = ()  # a module's buffers are read from the module
-    masters_dtype, device = torch.float32, "cpu"
+    masters_dtype = torch.float32
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, trainable: bool, ranks: Ranks) -> None:
         self.module, self._dtype, self.trainable, self.ranks = module, dtype, trainable, ranks
+        self.device = ranks.device
         self.whole = FlatLayout.of((name, list(p.shape), -1) for name, p in module.named_parameters())
         self.layouts = [_rows_of(self.whole, rank, ranks.size) for rank in range(ranks.size)]
         self.flat_layout = self.layouts[ranks.rank]
@@ -155,7 +156,7 @@ class ShardedModel:
         self._units = _shard(module, ranks.mesh(), dtype)
         self._parameters: list[DTensor] = list(module.parameters())
         with quietly(), torch.no_grad():  # FSDP2 learns in the first pass which module is the outermost
-            outputs_of(module, ModelRows.smallest(), Scoring(), unfiltered=False)
+            outputs_of(module, ModelRows.smallest().to(self.device), Scoring(), unfiltered=False)
         self.forget()
 
     # ---- the rows of this rank
@@ -211,7 +212,7 @@ class ShardedModel:
         with torch.no_grad():
             for parameter in self._parameters:
                 whole = parameter.detach().to(self._dtype).full_tensor()
-                hashed.update(whole.contiguous().view(-1).view(torch.uint8).numpy())
+                hashed.update(whole.contiguous().view(-1).view(torch.uint8).cpu().numpy())
         return int.from_bytes(hashed.digest(), "big")
 
     @contextmanager

@@ -232,7 +232,8 @@ class ShardedTrainer(HfTrainer):
             else:
                 keep = first > NextCollective.SCORE
                 self._kept = None
-                super()._pass(ModelRows.smallest(), Scoring(), keep, first == NextCollective.FORWARD_AGAIN, False)
+                smallest = ModelRows.smallest().to(self.model.device)
+                super()._pass(smallest, Scoring(), keep, first == NextCollective.FORWARD_AGAIN, False)
 
     def _pass(self, rows: ModelRows, scoring: Scoring, keep: bool, checkpoint: bool, unfiltered: bool) -> Outputs:
         forward = NextCollective.FORWARD_AGAIN if checkpoint else NextCollective.FORWARD

@@ -22,7 +22,7 @@ def test_training_on_gpus_is_bit_identical_in_one_and_several_processes(tmp_path
     if not torch.cuda.is_available():
         fake_gpus.install(tmp_path, monkeypatch, "0,1")
     precision, (digest, rows) = alone
-    found, history = trained(tmp_path, ON_GPU, precision, *where)
+    found, history = trained(tmp_path, ON_GPU, precision, *where, "cluster.worker_timeout_s=60")
     assert found == digest
     for row, same in zip(history, rows, strict=True):
         assert row["token_mult_prob_error"] == 1.0 and row["max_logprob_gap"] == 0.0

@@ -239,12 +239,14 @@ def refusal_text(saved: Saved, refused: list[tuple[str, str]]) -> str:
     return f"{short_path(saved.path)} cannot be resumed by this configuration, which is another run ({listed}): {WHAT_TO_DO}"
 
 
-_DIR, _LOGS = "checkpointing.checkpoint_dir", "logger.log_dir"
+_DIR, _LOGS, _SAMPLES = "checkpointing.checkpoint_dir", "logger.log_dir", "eval.save_path"
 
 
 def check(config: WholeConfig) -> Iterator[Finding]:
     """Yield problems with the folders to which a run writes, and with the checkpoint of PPO's initial critic."""
     if not isinstance(config, TrainMasterConfig):
+        if (folder := config.eval.save_path) is not None:
+            yield from _asked(_SAMPLES, folder, lambda folder: _writable(folder, _SAMPLES))
         return
     yield from _warm_start(config)
     yield from _asked(_LOGS, config.logger.log_dir, lambda folder: _writable(folder, _LOGS))

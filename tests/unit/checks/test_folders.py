@@ -4,7 +4,7 @@ from collections import namedtuple
 import pytest
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.checks import folders, preflight
-from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config import load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
 from nemo_rl_cpp.files.folder_lock import FolderLock
 from nemo_rl_cpp.models.memory import checkpoint_bytes
@@ -70,6 +70,14 @@ def test_preflight_check_reports_a_folder_that_cannot_be_created_or_written(tmp_
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (found,) = errors(config_of(tmp_path, **{path: tmp_path / name}))
     assert found.startswith(f"{key} is {tmp_path / name}") and UNUSABLE[name] in found
+
+
+def test_preflight_check_reports_a_save_path_of_an_evaluation_that_is_no_folder(tmp_path):
+    (tmp_path / "samples.json").write_text("")
+    for name, words in (("samples.json", ["not a folder"]), ("new", [])):
+        key = f"eval.save_path={tmp_path / name}"
+        found = list(folders.check(load_eval_config("evals/reverse_digits.yaml", [key])))
+        assert [word for finding, word in zip(found, words, strict=True) if word in str(finding)] == words
 
 
 def test_checkpoint_folder_is_not_checked_if_checkpointing_is_disabled(tmp_path):

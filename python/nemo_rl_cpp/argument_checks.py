@@ -136,7 +136,7 @@ def folder_path(value: object, name: str) -> Path:
     """Return `value` as a Path, which need not exist. Raise ValueError, which names the argument `name`, if invalid."""
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if isinstance(path, str) and path and "\0" not in path:
-        return Path(path)
+        return Path(os.path.expanduser(path))
     raise ValueError(f"{name} is {in_a_line(value)}; it must be the path of a folder")
 
 

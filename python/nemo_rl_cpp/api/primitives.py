@@ -47,8 +47,9 @@ class Model:
 
     def save(self, path: str | Path) -> None:
         """Save a Hugging Face folder: weights, config.json, generation_config.json and tokenizer."""
+        path = Path(path).expanduser()
         save_weights(self.native, path, self.folder.config)
-        save_generation_config(self.folder.path, self.folder.config, self.tokenizer, Path(path))
+        save_generation_config(self.folder.path, self.folder.config, self.tokenizer, path)
         self.tokenizer.save_pretrained(str(path))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from operator import or_
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -211,6 +212,7 @@ def _share(value: float) -> float:
 
 
 Text = Annotated[str, Field(min_length=1)]
+Folder = Annotated[Text, AfterValidator(expanduser)]
 Int = Annotated[int, BeforeValidator(_whole_number)]
 Positive = Annotated[int, BeforeValidator(_whole_number), Field(ge=1)]
 Count = Annotated[int, BeforeValidator(_whole_number), Field(ge=0)]

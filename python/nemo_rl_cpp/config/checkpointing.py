@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from .base import Positive, Section, Text, key
+from .base import Folder, Positive, Section, key
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
 _REPOSITORY = re.compile(rf"{_PART}(/{_PART})?")
@@ -25,7 +25,7 @@ class CheckpointingConfig(Section):
     """Settings of writing, keeping and resuming checkpoints. Each has a model folder in Hugging Face format."""
 
     enabled: bool = key(True, "Write checkpoints.")
-    checkpoint_dir: Text = "results/grpo"
+    checkpoint_dir: Folder = "results/grpo"
     """Folder of the run's checkpoints. A run with the same folder resumes from it."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: resume from the newest complete checkpoint in checkpoint_dir, or start from scratch. never: start from

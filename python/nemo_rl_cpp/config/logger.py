@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic.fields import FieldInfo
 
-from .base import Count, Entry, Real, Section, Table, Text, key, section
+from .base import Count, Entry, Folder, Real, Section, Table, key, section
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.loggers.interface import LoggerInterface
@@ -68,7 +68,7 @@ class TrackioConfig(Section):
 class TensorboardConfig(Section):
     """Settings of TensorBoard. Used if logger.tensorboard_enabled is true."""
 
-    log_dir: str | None = None
+    log_dir: Folder | None = None
     """Folder of the event files. null: the subfolder tensorboard of the run's log folder."""
 
 
@@ -84,7 +84,7 @@ class LoggerConfig(Section):
 
     A backend called NAME has two keys: the switch NAME_enabled, and the section NAME."""
 
-    log_dir: Text = key("logs", "Folder for logs. Each run creates a subfolder exp_NNN.")
+    log_dir: Folder = key("logs", "Folder for logs. Each run creates a subfolder exp_NNN.")
     num_val_samples_to_print: Count = key(0, "Number of validation samples to print per validation.")
     report: bool = key(True, "Write report.html, a self-contained page about the run.")
     monitor_gpus: bool = key(True, "Log the usage of the GPUs, if there are any.")

@@ -10,7 +10,7 @@ from nemo_rl_cpp.dotted_names import is_user_defined
 
 from . import rules, rules_model
 from .access import plain_values
-from .base import Int, Positive, Section, Text, check_marks, fill, key, mistakes, own_keys, section
+from .base import Folder, Int, Positive, Section, check_marks, fill, key, mistakes, own_keys, section
 from .checkpointing import CheckpointingConfig
 from .cluster import ClusterConfig
 from .data import DataConfig, DatasetDefaults, EvalDataConfig, dataset_keys
@@ -44,7 +44,7 @@ class EvalConfig(Section):
     k_value: Positive = key(1, "k of the metric. At most num_tests_per_prompt.")
     seed: Int = key(42, "Random seed for sampling.")
     max_rollout_turns: Positive = key(1, "Maximum number of turns of a rollout, for environments that reply.")
-    save_path: Text | None = key(None, "Folder for evaluation_data.json and config.json. null: they are not written.")
+    save_path: Folder | None = key(None, "Folder for evaluation_data.json and config.json. null: they are not written.")
 
 
 class MasterConfig(Section):

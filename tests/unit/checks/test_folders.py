@@ -2,6 +2,7 @@ import shutil
 from collections import namedtuple
 
 import pytest
+from nemo_rl_cpp.argument_checks import folder_path
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.checks import folders, preflight
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config, load_ppo_config
@@ -78,6 +79,15 @@ def test_preflight_check_reports_a_save_path_of_an_evaluation_that_is_no_folder(
         key = f"eval.save_path={tmp_path / name}"
         found = list(folders.check(load_eval_config("evals/reverse_digits.yaml", [key])))
         assert [word for finding, word in zip(found, words, strict=True) if word in str(finding)] == words
+
+
+def test_tilde_in_a_folder_that_is_written_is_the_home_folder_as_in_one_that_is_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = config_of(tmp_path, "logger.tensorboard.log_dir='~/tb'", checkpoints="'~/ck'", logs="'~/logs'")
+    written = config.checkpointing.checkpoint_dir, config.logger.log_dir, config.logger.tensorboard.log_dir
+    evaluation = load_eval_config("evals/reverse_digits.yaml", ["eval.save_path='~/out'"])
+    assert [*written, evaluation.eval.save_path] == [str(tmp_path / name) for name in ("ck", "logs", "tb", "out")]
+    assert folder_path("~/ck", "checkpoint_dir") == tmp_path / "ck"
 
 
 def test_checkpoint_folder_is_not_checked_if_checkpointing_is_disabled(tmp_path):

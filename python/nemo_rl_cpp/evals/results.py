@@ -112,10 +112,15 @@ def metric_name(wanted: EvalConfig) -> str:
     return wanted.metric.replace("@k", f"@{wanted.k_value}")
 
 
+def _data_name(config: EvalMasterConfig) -> str | None:
+    """Return the file or Hub data set of an evaluation, otherwise the name of its data set."""
+    return getattr(config.data, "data_path", None) or config.data.dataset_name
+
+
 def show(result: EvalResult, samples: Sequence[Mapping[str, Any]], config: EvalMasterConfig) -> None:
     """Print the lines that NeMo RL's evaluation prints, a table of the results, and some wrong responses."""
     wanted, generation = config.eval, config.generation
-    print(f"model_name={generation.model_name!r} dataset_name={config.data.dataset_name!r}")
+    print(f"model_name={generation.model_name!r} dataset_name={_data_name(config)!r}")
     print(
         f"max_new_tokens={generation.max_new_tokens} temperature={generation.temperature} top_p={generation.top_p} "
         f"top_k={generation.top_k} seed={wanted.seed}"
@@ -138,7 +143,7 @@ def _rows(result: EvalResult, config: EvalMasterConfig) -> dict[str, str]:
     n = wanted.num_tests_per_prompt
     rows = {
         "model": config.generation.model_name,
-        "data": f"{config.data.dataset_name}, {result.prompts} prompts, {n} response{'s' if n > 1 else ''} each",
+        "data": f"{_data_name(config)}, {result.prompts} prompts, {n} response{'s' if n > 1 else ''} each",
         metric_name(wanted): f"{result.score:.4f} (95 % interval {low:.4f} to {high:.4f})",
         "mean reward": f"{result.mean_reward:.4f}",
         "tokens a response": f"{metrics['mean_gen_tokens_per_sample']:.1f} (longest {metrics['max_gen_tokens_per_sample']})",
@@ -163,7 +168,7 @@ def save_evaluation_data(samples: list[dict[str, object]], config: EvalMasterCon
     """Write `evaluation_data.json` (a dictionary per response) and `config.json`, the settings, into `folder`."""
     wanted, generation = config.eval, config.generation
     folder.mkdir(parents=True, exist_ok=True)
-    described: dict[str, object] = {"model_name": generation.model_name, "dataset_name": config.data.dataset_name}
+    described: dict[str, object] = {"model_name": generation.model_name, "dataset_name": _data_name(config)}
     described |= {name: getattr(wanted, name) for name in ("metric", "k_value", "num_tests_per_prompt", "seed")}
     described |= {name: getattr(generation, name) for name in ("temperature", "top_p", "top_k", "max_new_tokens")}
     write_atomic(folder / "config.json", writable(json.dumps(described, indent=2, ensure_ascii=False)) + "\n")

@@ -212,3 +212,10 @@ def test_evaluation_applies_the_reward_weights_of_training_to_reward_components(
     )
     assert [sample["reward"] for sample in samples] == pytest.approx([1.0, 0.9, 0.1])
     assert result.score == pytest.approx(1 / 3) and samples[0]["reward"] == 1.0
+
+
+def test_evaluation_of_a_file_is_saved_and_shown_under_the_name_of_the_file(tmp_path, capsys):
+    folder = tmp_path / "out"
+    sums("pass@k", "data.dataset_name=sums.jsonl", "~data.max_number", "~data.num_shots", f"eval.save_path={folder}")
+    assert json.loads((folder / "config.json").read_text())["dataset_name"] == "sums.jsonl"
+    assert "sums.jsonl, 2 prompts" in capsys.readouterr().out

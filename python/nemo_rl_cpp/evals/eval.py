@@ -175,9 +175,10 @@ def measure(
     serve(work)
     rewards = [sample["reward"] for sample in samples]
     scores = prompt_scores(rewards, [sample["extracted_answer"] for sample in samples], config)
+    rows = len(scores) // config.data.repeat  # a prompt that data.repeat repeats counts once in the interval
     result = EvalResult(
         score=math.fsum(scores) / len(scores),
-        interval=interval_of_mean(scores),
+        interval=interval_of_mean([math.fsum(scores[row::rows]) / config.data.repeat for row in range(rows)]),
         prompts=len(scores),
         mean_reward=math.fsum(rewards) / len(rewards),
         seconds=time.perf_counter() - start,

@@ -129,6 +129,11 @@ def test_eval_command_can_repeat_the_data_set_and_supports_dry_run(checkpoints, 
     assert run_eval.main([*arguments, "eval.k_value=3"]) == 2
 
 
+def test_repetitions_of_a_data_set_do_not_narrow_the_confidence_interval(checkpoints):
+    once, repeated = evaluate(checkpoints), evaluate(checkpoints, "data.repeat=4")
+    assert (repeated.prompts, repeated.score, repeated.interval) == (80, once.score, once.interval)
+
+
 def sums(metric, *overrides):
     """Return the evaluation of a fake model whose responses to two sums are correct in half of the cases."""
     sampled = [f"eval.metric={metric}", "eval.num_tests_per_prompt=3", "eval.k_value=3", "generation.temperature=1"]

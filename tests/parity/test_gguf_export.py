@@ -16,6 +16,7 @@ from nemo_rl_cpp.models.gguf_export import check_family, compare_with_folder, ex
 from nemo_rl_cpp.models.hf_config import canonical_config
 from nemo_rl_cpp.models.model_folder import tiny_random
 from nemo_rl_cpp.models.weights import initialize_weights, save_weights
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models as token_models
 from tokenizers import pre_tokenizers
@@ -283,6 +284,18 @@ def test_gguf_export_of_a_tokenizer_with_more_tokens_than_the_model_is_an_error(
     backend.save(str(folder / "tokenizer.json"))
     with pytest.raises(ModelFolderError, match="token '<8>' has the id 309, but the model has a vocabulary of 306"):
         export_gguf(folder, tmp_path / "model.gguf", "f32")
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_gguf_export_of_tied_weights_whose_files_hold_an_lm_head_too_has_the_logits_of_the_folder(
+    factor, tmp_path, monkeypatch
+):
+    folder, _ = make("llama_tied", tmp_path, monkeypatch)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * factor
+    save_file(tensors, folder / "model.safetensors")
+    export_gguf(folder, tmp_path / "model.gguf", "f32")
+    assert compare_with_folder(tmp_path / "model.gguf", folder).max_logit == 0
 
 
 def test_export_command_prints_the_file_size_and_the_logprob_difference_to_the_model(tmp_path, monkeypatch, capsys):

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -69,7 +70,7 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
     bf16, q8_0 or q4_0, and return its size in bytes. Tensors are converted one at a time, those of a layer's experts
     together, and the complete file gets its final name. Raise ModelFolderError if GGUF cannot represent model and
     tokenizer so that llama.cpp computes the same results."""
-    config = hf_config.read_config(folder)
+    config = read_model_folder(folder).config
     check_family(config)
     tokenizer = Tokenizer.from_pretrained(folder, section="")
     files = weight_files(folder)
@@ -103,8 +104,12 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
             writer.write_tensor_data(values)
 
         held: dict[str, dict[str, np.ndarray]] = {}
+        left = Counter(read)
 
         def write(name: str, tensor: RawTensor) -> None:
+            left[name] -= 1
+            if left[name]:  # a tied LM head, which comes before the embedding
+                return
             numbers = decoded(tensor.dtype, tensor.data).astype(np.float32, copy=False).reshape(tensor.shape)
             for part, values in split_latent(config, name, numbers).items():
                 write_part(part, values)

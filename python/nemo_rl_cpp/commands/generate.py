@@ -18,7 +18,9 @@ _EXAMPLES = """examples:
 def generate(arguments: Sequence[str]) -> int:
     """Generate text and print it token by token, then print its length and speed on standard error."""
     parser = command_parser("generate", "Write text with a model or a checkpoint of a run.", _EXAMPLES)
-    parser.add_argument("prompt", nargs="?", help="text to continue; without it, standard input")
+    parser.add_argument(
+        "prompt", nargs="?", help="text to continue; without it, standard input up to its last line break"
+    )
     add_model_option(parser)
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: apply the chat template")
     parser.add_argument("--system", help="with --chat: the system's message")
@@ -44,7 +46,7 @@ def generate(arguments: Sequence[str]) -> int:
     rule = sampling(  # checked before the model is loaded
         known.max_new_tokens, known.temperature, known.top_p, known.seed, known.top_k, known.greedy, known.stop
     )
-    prompt = sys.stdin.read() if known.prompt is None else known.prompt
+    prompt = sys.stdin.read().removesuffix("\n") if known.prompt is None else known.prompt  # echo writes a line break
     messages = [{"role": "system", "content": known.system}] if known.system is not None else []
     generator = TextGenerator(
         known.model, precision=known.precision, quantization=known.quantization, num_threads=known.threads, device=known.device

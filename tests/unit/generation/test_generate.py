@@ -188,6 +188,6 @@ def test_unquoted_prompt_of_the_generate_command_is_reported_as_unknown_argument
 def test_generate_command_reads_the_prompt_from_standard_input(folder, monkeypatch, capsys):
     import io
 
-    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n"))  # as `echo PROMPT |` writes it
     assert main(["generate", "--model", str(folder), "--greedy", "--max-new-tokens", "5"]) == 0
     assert capsys.readouterr().out.strip() == TextGenerator(folder).generate(PROMPT, greedy=True, max_new_tokens=5).text

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from nemo_rl_cpp.config.cluster import trainers_of
 from nemo_rl_cpp.config.fold import fold_text
+from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.config.lora import MAMBA_OUTPUT, LayerKinds, adapted_modules, nothing_adapted
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
-from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
+from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.config.rules_model import balance_wanted
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS as TINY_TOKENS
 from nemo_rl_cpp.data.tokenizer import Tokenizer
@@ -51,7 +52,7 @@ class _Use(NamedTuple):
 def check(config: WholeConfig) -> Iterator[Finding]:
     """Yield problems with the files of the run's models and tokenizers."""
     said: set[str] = set()  # each message once: the critic usually uses the policy's model
-    for finding in chain.from_iterable(map(_check_use, _uses(config))):
+    for finding in chain.from_iterable(_check_use(use, *config.sampling) for use in _uses(config)):
         if finding.message not in said:
             said.add(finding.message)
             yield finding
@@ -63,7 +64,8 @@ def check(config: WholeConfig) -> Iterator[Finding]:
     yield from _check_new_tokens(config)
 
 
-def _check_use(use: _Use) -> Iterator[Finding]:
+def _check_use(use: _Use, key: str, generation: GenerationConfig) -> Iterator[Finding]:
+    """Yield problems with a model and its tokenizer. `generation` is the section `key` of the model that generates."""
     try:
         folder = yield from (_check_hf if use.backend == "hf" else _check_model)(use)
     except (sources.SourceError, OSError) as error:
@@ -71,10 +73,10 @@ def _check_use(use: _Use) -> Iterator[Finding]:
         if use.tokenizer == use.name:  # what the tokenizer lacks follows from it
             return
         folder = None
-    stops = use.trained.generation.stop_token_ids if isinstance(use.trained, PolicyConfig) else None
+    stops = generation.stop_token_ids if use.key in ("policy.model_name", "generation.model_name") else None
     if stops and folder is not None and max(stops) >= (size := folder.config["vocab_size"]):
         text = f"has {max(stops)}, but {use.key} {use.name} has a vocabulary of {size}: give ids of that model, or null"
-        yield Finding("error", "policy.generation.stop_token_ids", text)
+        yield Finding("error", f"{key}.stop_token_ids", text)
     yield from _check_tokenizer(use, folder)
 
 

@@ -165,6 +165,12 @@ def test_maximum_sequence_length_of_an_evaluation_is_checked_only_if_configured(
     assert text.endswith("lower generation.vllm_cfg.max_model_len")
 
 
+def test_stop_token_beyond_the_vocabulary_of_an_evaluated_model_is_an_error(model):
+    lengths = ["generation.vllm_cfg.max_model_len=64", "generation.max_new_tokens=16"]
+    text = only(evaluation(model, *lengths, "generation.stop_token_ids=[2, 151645]"))
+    assert text.startswith("generation.stop_token_ids has 151645, but generation.model_name")
+
+
 def test_max_new_tokens_beyond_the_sequence_length_gives_a_warning(model):
     text = only(grpo(model, "policy.generation.max_new_tokens=1000", "policy.max_total_sequence_length=128"), "warning")
     assert text.startswith("policy.generation.max_new_tokens is 1000, but") and "max_total_sequence_length=128" in text

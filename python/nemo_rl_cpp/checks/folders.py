@@ -239,17 +239,20 @@ def refusal_text(saved: Saved, refused: list[tuple[str, str]]) -> str:
     return f"{short_path(saved.path)} cannot be resumed by this configuration, which is another run ({listed}): {WHAT_TO_DO}"
 
 
-_DIR, _LOGS, _SAMPLES = "checkpointing.checkpoint_dir", "logger.log_dir", "eval.save_path"
+_DIR = "checkpointing.checkpoint_dir"
 
 
 def check(config: WholeConfig) -> Iterator[Finding]:
     """Yield problems with the folders to which a run writes, and with the checkpoint of PPO's initial critic."""
     if not isinstance(config, TrainMasterConfig):
-        if (folder := config.eval.save_path) is not None:
-            yield from _asked(_SAMPLES, folder, lambda folder: _writable(folder, _SAMPLES))
+        if config.eval.save_path is not None:
+            yield from _unwritable("eval.save_path", config.eval.save_path)
         return
     yield from _warm_start(config)
-    yield from _asked(_LOGS, config.logger.log_dir, lambda folder: _writable(folder, _LOGS))
+    yield from _unwritable("logger.log_dir", config.logger.log_dir)
+    events = config.logger.tensorboard.log_dir
+    if config.logger.tensorboard_enabled and events is not None:
+        yield from _unwritable("logger.tensorboard.log_dir", events)
     settings = config.checkpointing
     if not settings.enabled:
         return
@@ -269,6 +272,11 @@ def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]])
     except OSError as error:
         text = f"is {folder}, which cannot be used ({error.strerror or error}): give another folder"
         return [Finding("error", key, text)]
+
+
+def _unwritable(key: str, folder: str) -> list[Finding]:
+    """Return the problem if no file can be created in `folder`, the value of `key`."""
+    return _asked(key, folder, lambda place: _writable(place, key))
 
 
 def _within(folder: Path) -> Iterator[Finding]:

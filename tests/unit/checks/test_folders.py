@@ -81,6 +81,14 @@ def test_preflight_check_reports_a_save_path_of_an_evaluation_that_is_no_folder(
         assert [word for finding, word in zip(found, words, strict=True) if word in str(finding)] == words
 
 
+def test_preflight_check_reports_a_folder_of_tensorboard_that_is_a_file(tmp_path):
+    (tmp_path / "events").write_text("")
+    key = "logger.tensorboard.log_dir"
+    (found,) = errors(config_of(tmp_path, f"{key}={tmp_path / 'events'}"))
+    assert found.startswith(f"{key} is") and "not a folder" in found
+    assert errors(config_of(tmp_path, f"{key}={tmp_path / 'events'}", "logger.tensorboard_enabled=false")) == []
+
+
 def test_tilde_in_a_folder_that_is_written_is_the_home_folder_as_in_one_that_is_read(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = config_of(tmp_path, "logger.tensorboard.log_dir='~/tb'", checkpoints="'~/ck'", logs="'~/logs'")

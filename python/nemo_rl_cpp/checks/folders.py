@@ -19,7 +19,7 @@ from nemo_rl_cpp.config.errors import KINDS, shown
 from nemo_rl_cpp.config.master import PPOMasterConfig, TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.errors import Finding, short_path
-from nemo_rl_cpp.files.durable import MANIFEST, manifest_facts
+from nemo_rl_cpp.files.durable import MANIFEST, json_object, manifest_facts
 from nemo_rl_cpp.files.folder_lock import held_by, holder_of
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, local_folder
 from nemo_rl_cpp.loggers.interface import flatten_dict
@@ -247,6 +247,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
     if not isinstance(config, TrainMasterConfig):
         if config.eval.save_path is not None:
             yield from _unwritable("eval.save_path", config.eval.save_path)
+            yield from _other_contents(Path(config.eval.save_path))
         return
     yield from _warm_start(config)
     yield from _unwritable("logger.log_dir", config.logger.log_dir)
@@ -277,6 +278,14 @@ def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]])
 def _unwritable(key: str, folder: str) -> list[Finding]:
     """Return the problem if no file can be created in `folder`, the value of `key`."""
     return _asked(key, folder, lambda place: _writable(place, key))
+
+
+def _other_contents(folder: Path) -> Iterator[Finding]:
+    """Yield a problem if `folder`, to which an evaluation writes a config.json, is the folder of a model or of a run's
+    checkpoints, which could then not be read any more."""
+    if "model_type" in json_object(folder / "config.json") or any(folder.glob("step_*")):
+        text = f"is {folder}, which holds a model or a run's checkpoints: give the evaluation a folder of its own"
+        yield Finding("error", "eval.save_path", text)
 
 
 def _within(folder: Path) -> Iterator[Finding]:

@@ -81,6 +81,17 @@ def test_preflight_check_reports_a_save_path_of_an_evaluation_that_is_no_folder(
         assert [word for finding, word in zip(found, words, strict=True) if word in str(finding)] == words
 
 
+def test_evaluation_saves_no_samples_into_the_folder_of_a_model_or_of_checkpoints(tmp_path):
+    (tmp_path / "run" / "step_2").mkdir(parents=True)
+    for name, content in (("model", '{"model_type": "llama"}'), ("earlier", '{"model_name": "x"}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(content)
+    for name, count in (("run", 1), ("model", 1), ("earlier", 0)):
+        keys = [f"eval.save_path={tmp_path / name}"]
+        found = list(folders.check(load_eval_config("evals/reverse_digits.yaml", keys)))
+        assert ["which holds a model or a run's checkpoints" in str(each) for each in found] == [True] * count
+
+
 def test_preflight_check_reports_a_folder_of_tensorboard_that_is_a_file(tmp_path):
     (tmp_path / "events").write_text("")
     key = "logger.tensorboard.log_dir"

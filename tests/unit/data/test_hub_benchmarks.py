@@ -54,7 +54,8 @@ def test_all_hub_benchmark_data_sets_give_questions_and_ground_truths_in_one_for
 def test_hub_data_sets_accept_the_keys_of_their_data_section(asked):
     solution = load_response_dataset({"dataset_name": "OpenMathInstruct-2", "output_key": "generated_solution"})
     assert solution.dataset[0]["messages"][1]["content"] == "long"
-    assert len(load_eval_dataset({"dataset_name": "AIME2024", "repeat": 1}).dataset) == 2
+    assert len(load_eval_dataset({"dataset_name": "AIME2024"}).dataset) == 2
+    assert len(load_eval_dataset({"dataset_name": "AIME2024", "repeat": 3}).dataset) == 6
     load_eval_dataset({"dataset_name": "gsm8k"})
     assert asked[-1] == ("openai/gsm8k", "main", "test")
     split = load_response_dataset({"dataset_name": "DeepScaler", "split_validation_size": 0.5})

@@ -62,7 +62,8 @@ def load_eval_dataset(data_config: DatasetConfig | Mapping[str, object]) -> RawD
     cls = dataset_class(config["dataset_name"])
     check_types(config, cls)
     name = DATASET_ALIASES.get(config["dataset_name"], config["dataset_name"])
-    repeat = 1 if "repeat" in dataset_keys().get(name, ()) else config.pop("repeat", 1)
+    config.setdefault("repeat", 1)
+    repeat = 1 if "repeat" in dataset_keys().get(name, ()) else config.pop("repeat")
     if getattr(cls, "eval_split", None) is not None and config.get("split") is None:
         config["split"] = cls.eval_split
     dataset = cls(**config)

@@ -171,6 +171,7 @@ def save_evaluation_data(samples: list[dict[str, object]], config: EvalMasterCon
     described: dict[str, object] = {"model_name": generation.model_name, "dataset_name": _data_name(config)}
     described |= {name: getattr(wanted, name) for name in ("metric", "k_value", "num_tests_per_prompt", "seed")}
     described |= {name: getattr(generation, name) for name in ("temperature", "top_p", "top_k", "max_new_tokens")}
+    described["repeat"] = config.data.repeat
     write_atomic(folder / "config.json", writable(json.dumps(described, indent=2, ensure_ascii=False)) + "\n")
     text = json.dumps({"evaluation_data": samples}, indent=2, ensure_ascii=False, default=str)
     write_atomic(folder / DATA, writable(text) + "\n")
@@ -254,10 +255,14 @@ def _changed(answers: Sequence[Sequence[Prompt]], sign: int) -> list[Sequence[Pr
 
 
 def _read(folder: Path) -> tuple[dict[str, Plain], list[Prompt]]:
+    """Return the settings and the prompts of an evaluation. A prompt that `data.repeat` repeats is one prompt."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         samples = json.loads((folder / DATA).read_text(encoding="utf-8"))["evaluation_data"]
-        return {"model_name": "", **config}, prompts_of(samples, int(config["num_tests_per_prompt"]))
+        prompts = prompts_of(samples, int(config["num_tests_per_prompt"]))
+        rows = len(prompts) // int(config.get("repeat", 1))
+        merged = [prompts[row]._replace(mean=_mean(prompts[row::rows])) for row in range(rows)]
+        return {"model_name": "", **config}, merged
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(

@@ -42,6 +42,17 @@ def test_score_difference_of_two_evaluations_is_computed_from_paired_prompts(tmp
     assert "chance" not in difference(worse, better) and difference(one, one).endswith("difference +0.0000")
 
 
+def test_repetitions_of_a_data_set_do_not_narrow_the_interval_of_a_comparison(tmp_path):
+    folders = [folder(tmp_path / "a", BEFORE, "old"), folder(tmp_path / "b", AFTER, "new")]
+    once = compare_evaluations(folders).verdict
+    for path in folders:
+        data = json.loads((path / "evaluation_data.json").read_text())["evaluation_data"]
+        (path / "evaluation_data.json").write_text(json.dumps({"evaluation_data": data * 4}))
+        settings = {"num_tests_per_prompt": 2, "repeat": 4}
+        (path / "config.json").write_text(json.dumps(settings))
+    assert compare_evaluations(folders).verdict == once
+
+
 def test_compare_command_compares_every_evaluation_with_the_first_one_given(tmp_path):
     given = {"a": BEFORE, "b": AFTER, "c": BEFORE}
     folders = [folder(tmp_path / name, rewards, f"model {name}") for name, rewards in given.items()]

@@ -348,6 +348,7 @@ def fill(target: Section, **values: object) -> None:
     for name, value in values.items():
         if getattr(target, name) is None:
             target.__dict__[name] = value
+            target.model_fields_set.discard(name)
 
 
 # ---- values given in Python

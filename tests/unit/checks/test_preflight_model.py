@@ -160,6 +160,7 @@ def evaluation(name, *overrides):
 def test_maximum_sequence_length_of_an_evaluation_is_checked_only_if_configured(model):
     without = ["~generation.vllm_cfg.max_model_len", "generation.max_new_tokens=16", "data.max_input_seq_length=32"]
     assert said(evaluation(model, *without)) == []
+    assert said(evaluation(model, "generation.vllm_cfg.max_model_len=null", *without[1:])) == []
     text = only(evaluation(model, "generation.vllm_cfg.max_model_len=1024", "generation.max_new_tokens=16"))
     assert text.startswith("generation.model_name is") and "generation.vllm_cfg.max_model_len is 1024, but" in text
     assert text.endswith("lower generation.vllm_cfg.max_model_len")

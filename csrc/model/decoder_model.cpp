@@ -51,8 +51,8 @@ DecoderModel::DecoderModel(ModelConfig config, at::ScalarType dtype, bool traina
                 "a model computes in float32, bfloat16 or float64, not ", c10::toString(dtype));
   NRL_CHECK_ARG(peers_ == nullptr || decoder_.device().is_cpu(), "tensor parallelism works on the CPU only, not on ",
                 decoder_.device().str());
-  NRL_CHECK_ARG(!config.quantization || (!trainable && device.is_cpu() && dtype != at::kDouble),
-                "a quantised model is frozen, on the CPU and in float32 or bfloat16; train adapters of it");
+  NRL_CHECK_ARG(!config.quantization || (!trainable && dtype != at::kDouble),
+                "a quantised model is frozen, and in float32 or bfloat16; train adapters of it");
   if (dtype != at::kBFloat16) {
     masters_ = decoder_.parameters().flat;
   } else if (trainable) {

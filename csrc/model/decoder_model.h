@@ -16,7 +16,7 @@ namespace nemo_rl::model {
 class DecoderModel {
  public:
   /// `dtype`: float32, bfloat16 or float64. A trained bfloat16 model has float32 master weights and a rounded copy,
-  /// with which it computes; a frozen one has only the copy. A quantised model is frozen, on the CPU, in float32 or
+  /// with which it computes; a frozen one has only the copy. A quantised model is frozen, in float32 or
   /// bfloat16. Weights, workspace and results are on `device`: the CPU or a CUDA device (float32 and bfloat16).
   /// `peers`: the processes that hold slices of this model, each with a part of the heads, the MLP and the vocabulary
   /// (tensor parallelism, on the CPU); nullptr: this process holds the whole model. `config` describes the whole model.

@@ -17,6 +17,12 @@ namespace {
 
 constexpr std::int64_t kDeviceLogits = std::int64_t{1} << 27;  // 512 MiB of float32
 
+/// H of softmax(logits / temperature), row by row.
+at::Tensor entropies(const at::Tensor& logits, double temperature) {
+  const auto share = at::log_softmax(logits.div(temperature), 1);
+  return share.exp().mul(share).sum(1).neg();
+}
+
 /// d_logits += h d H / d logits = -h softmax (log softmax + H) / temperature, row by row.
 void add_entropy_gradient(const at::Tensor& logits, double temperature, const at::Tensor& h,
                           const at::Tensor& d_logits) {
@@ -48,8 +54,6 @@ void VocabularyHead::forward_on_device(const at::Tensor& x, const at::Tensor& w,
                                        const TokenScoring& scoring, const PairValues& values,
                                        const at::Tensor& entropy) {
   const std::int64_t U = x.size(0), V = w.size(0), chunk = rows_at_once(V);
-  NRL_CHECK_ARG(!(entropy.defined() && scoring.filters(V)),
-                "the head gives the entropy of an unfiltered distribution only");
   if (U == 0) return;
   const auto pairs = device_pairs(x, wanted, scoring);
   for (std::int64_t start = 0; start < U; start += chunk) {
@@ -57,8 +61,11 @@ void VocabularyHead::forward_on_device(const at::Tensor& x, const at::Tensor& w,
     const auto logits = device_scratch(logits_, {count, V}, x.options().dtype(at::kFloat));
     ops::linear_forward(x.narrow(0, start, count), w, std::nullopt, logits);
     slice_.cap(logits);
+    const auto own_entropy = entropy.defined() ? entropy.narrow(0, start, count) : at::Tensor();
+    const bool by_kernel = !scoring.filters(V);  // which has that of the filtered distribution
     ops::score_pairs(logits, {pairs.first.narrow(0, start, count + 1), pairs.targets, pairs.rule}, values.logprobs,
-                     values.unfiltered, entropy.defined() ? entropy.narrow(0, start, count) : at::Tensor());
+                     values.unfiltered, by_kernel ? own_entropy : at::Tensor());
+    if (own_entropy.defined() && !by_kernel) own_entropy.copy_(entropies(logits, scoring.temperature));
   }
 }
 

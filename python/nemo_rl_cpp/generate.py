@@ -82,7 +82,7 @@ class TextGenerator:
         opened.check_device(device)
         self.max_length = max_positions(opened.config)
         opened = replace(opened, max_length=self.max_length)
-        opened = opened.quantised(quantization, "--quantization", device)
+        opened = opened.quantised(quantization, "--quantization")
         opened.check_weights()
         for remark in opened.remarks:
             say_once("warning", remark)

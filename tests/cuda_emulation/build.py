@@ -70,9 +70,10 @@ def compile_object(source: Path, folder: Path, *options: str) -> Path:
     return target
 
 
-def link(objects: list[Path], target: Path) -> Path:
+def link(objects: list[Path], target: Path, *more: str) -> Path:
     core = core_folder()
-    run(["g++", "-shared", "-o", str(target), *map(str, objects), f"-L{core}", "-lnemo_rl_core", f"-Wl,-rpath,{core}"])
+    libraries = [f"-L{core}", "-lnemo_rl_core", f"-Wl,-rpath,{core}", *more]
+    run(["g++", "-shared", "-o", str(target), *map(str, objects), *libraries])
     return target
 
 
@@ -133,3 +134,19 @@ def with_mistake(objects: list[Path], file: str, old: str, new: str, folder: Pat
     wrong = compile_object(rewritten(CSRC / "kernels/cuda" / file, folder, (old, new)), folder)
     others = [p for p in objects if p.name != wrong.name]
     return Kernels(link([wrong, *others], folder / "wrong.so"))
+
+
+def build_device(objects: list[Path], folder: Path) -> Path:
+    """Compile the emulated device of torch, and this package's operators on it, which launch the kernels in `objects`.
+    Return the shared library, in `folder`."""
+    device, torch_folder = HERE / "device", Path(torch.__file__).parent
+    headers = (
+        f"-I{device}",
+        f"-I{torch_folder / 'include'}",
+        f"-I{torch_folder / 'include/torch/csrc/api/include'}",
+        "-w",
+    )
+    sources = [*sorted((CSRC / "ops").glob("*_cuda.cpp")), *sorted(device.glob("*.cpp"))]
+    with ThreadPoolExecutor(JOBS) as pool:
+        made = list(pool.map(lambda source: compile_object(source, folder, *headers), sources))
+    return link([*objects, *made], folder / "device.so", f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10")

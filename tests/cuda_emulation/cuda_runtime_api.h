@@ -274,6 +274,7 @@ inline int lane() { return block.current % kWarpSize; }
 #define blockDim (emulation::block.size)
 #define gridDim (emulation::block.grid)
 
+inline const char* cudaGetErrorString(cudaError_t) { return emulation::block.error.c_str(); }
 inline cudaError_t cudaGetLastError() { return emulation::block.error.empty() ? cudaSuccess : cudaErrorLaunchFailure; }
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(const Kernel&, int, int) {

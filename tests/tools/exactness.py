@@ -70,12 +70,6 @@ def main() -> int:
     for family in arguments.only:
         for precision in ("float32", "bfloat16"):
             for way in WAYS:
-                if (
-                    arguments.device == "cuda"
-                    and "over" in way
-                    and SUPPORTED_ARCHITECTURES[family.partition(" ")[0]].experts
-                ):
-                    continue  # experts in blocks are read on the CPU only
                 try:
                     error, largest = gap(family, precision, way, arguments.device)
                     said = f"token_mult_prob_error {error:g}, gap {largest:g}"

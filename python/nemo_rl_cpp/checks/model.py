@@ -121,7 +121,7 @@ def _check_model(use: _Use) -> Iterator[Finding]:
     if use.length is not None:
         check_length(folder.config, use.length, use.length_key, use.name)
     folder.check_device(use.device)
-    folder.quantised(use.quantization, f"{use.key.rpartition('.')[0]}.quantization", use.device)
+    folder.quantised(use.quantization, f"{use.key.rpartition('.')[0]}.quantization")
     folder.check_slices(use.slices, use.slices_key)
     if use.trained is not None:
         folder.check_trains(use.name)

@@ -120,7 +120,7 @@ def make_generation(
         _limit_length(config, max_positions(folder.config))
     dtype = getattr(torch, engine.precision)
     folder = replace(folder, max_length=engine.max_model_len)
-    folder = folder.quantised(config.generation.quantization, "generation.quantization", config.cluster.device)
+    folder = folder.quantised(config.generation.quantization, "generation.quantization")
     folder.check_device(config.cluster.device)
     folder.check_weights()
     model = C.DecoderModel(folder.native(), dtype, False, check_device(config.cluster.device))

@@ -72,18 +72,12 @@ class ModelFolder:
                 f"global_head_dim is {max(sizes)}, but attention on a GPU takes heads of up to 256: take the CPU, or policy.backend=hf"
             )
 
-    def check_quantization(self, key: str, device: str = "cpu") -> None:
+    def check_quantization(self, key: str) -> None:
         """Raise ModelFolderError if the rows of a matrix are not divisible into blocks of 32 weights, as the
-        quantisation set by the configuration key `key` requires, or if the model has experts and `device` is a GPU,
-        which does not read experts in blocks."""
+        quantisation set by the configuration key `key` requires."""
         if self.quantization is None:
             return
         native = self.native()
-        if "experts" in native and device != "cpu":
-            raise ModelFolderError(
-                f"{key} is {self.quantization}, but the model has experts, whose quantised weights are read on the CPU only: "
-                f"set cluster.device=cpu, or {key}=null"
-            )
         widths = {"hidden_size": native["hidden_size"], "intermediate_size": native["intermediate_size"],
                   "hidden_size_per_layer_input": native.get("per_layer_input", 0),
                   "num_attention_heads * head_dim": native["num_heads"] * native["head_dim"]}  # fmt: skip
@@ -103,7 +97,7 @@ class ModelFolder:
                     f"{name} {width}, which is no multiple of it: set {key}=null"
                 )
 
-    def quantised(self, kind: str | None, key: str, device: str = "cpu") -> Self:
+    def quantised(self, kind: str | None, key: str) -> Self:
         """Return this folder with matrices in the format `kind`, the value of `key`; None: unchanged. Raise
         ModelFolderError if the model does not fit this format, or is an adapter over a base in another one."""
         if kind is None:
@@ -113,7 +107,7 @@ class ModelFolder:
                 f"{key} is {kind}, but the checkpoint is an adapter over a base in {self.quantization}"
             )
         folder = replace(self, quantization=kind)
-        folder.check_quantization(key, device)
+        folder.check_quantization(key)
         return folder
 
     def check_slices(self, count: int, key: str) -> None:

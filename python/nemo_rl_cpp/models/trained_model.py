@@ -112,7 +112,7 @@ class TrainedModel:
         folder.check_trains(config.model_name)
         folder = replace(folder, quantization=config.quantization)
         folder.check_device(str(self.device))
-        folder.check_quantization(f"{self.section}.quantization", str(self.device))
+        folder.check_quantization(f"{self.section}.quantization")
         folder.check_slices(self.ranks.tensor_size, config.tensor_parallel_key(self.section))
         folder.check_mixers(config, self.section, self.ranks.tensor_size)
         megatron = config.megatron_cfg

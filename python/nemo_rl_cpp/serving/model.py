@@ -187,7 +187,7 @@ def load_model(
     opened = open_model_folder(str(folder), max_length=sizes.max_model_len, length_key="--max-model-len", key="--model")
     opened = replace(opened, max_length=min(sizes.max_model_len or 1 << 60, max_positions(opened.config)))
     opened.check_device(device)
-    opened = opened.quantised(quantization, "--quantization", device)
+    opened = opened.quantised(quantization, "--quantization")
     opened.check_weights()
     tokenizer = Tokenizer.from_pretrained(folder, section="")
     try:

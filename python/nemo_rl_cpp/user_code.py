@@ -28,14 +28,14 @@ from nemo_rl_cpp.interrupts import GRACE_SECONDS, Ended, restore_signal_handlers
 _CANCEL_SECONDS = 1.0  # time for coroutines of an interrupted run to end
 
 
-def call_user(function: Callable[..., object], *args: object, **kwargs: object) -> Any:
+def call_user(function: Callable[..., object], /, *args: object, **kwargs: object) -> Any:
     """Call the user's `function` in the thread that started the run, and return its result, awaited if necessary.
 
     Raise what the function raises. Outside a run (see `serve`) the current thread makes the call."""
     return begin_user(function, *args, **kwargs)()
 
 
-def begin_user(function: Callable[..., object], *args: object, **kwargs: object) -> Callable[[], Any]:
+def begin_user(function: Callable[..., object], /, *args: object, **kwargs: object) -> Callable[[], Any]:
     """Begin a call like that of `call_user`, and return a function that waits for its result. The coroutines of calls
     that have begun run concurrently. Outside a run, the call is made by the returned function."""
     call = partial(function, *args, **kwargs)
@@ -45,7 +45,7 @@ def begin_user(function: Callable[..., object], *args: object, **kwargs: object)
     return serving.ask(call)
 
 
-def call_any(function: Callable[..., object], *args: object, **kwargs: object) -> Any:
+def call_any(function: Callable[..., object], /, *args: object, **kwargs: object) -> Any:
     """Call a function or method: with `call_user` if it is user code, directly if it belongs to this package."""
     if is_users(getattr(function, "__self__", function)):
         return call_user(function, *args, **kwargs)

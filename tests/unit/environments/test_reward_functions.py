@@ -52,6 +52,14 @@ def test_each_reward_function_is_logged_as_a_separate_metric():
         "rewards/scaled_1": 7.0, "rewards/scaled_2": 1.0, "rewards/scaled_3": 2.0}  # fmt: skip
 
 
+def test_a_reward_function_gets_a_column_named_function():
+    def called(completions, function):
+        return [float(name == "add") for name in function]
+
+    environment = RewardFunctionEnvironment(called)
+    assert environment.step(LOGS[:2], [{"function": "add"}, {"function": "sub"}]).rewards.tolist() == [1.0, 0.0]
+
+
 def test_async_reward_functions_are_awaited():
     assert rewards(later) == [1.0, 1.0, 1.0]
 

@@ -298,8 +298,9 @@ def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Pro
                 raise ValueError(_NO_ANSWER)
             stop = tokenizer.eos_token or ""
             answered += "" if answered.endswith(stop) else stop
-        first = prompt_ids(tokenizer, prompt, messages[: end - 1]) if not entries else _piece(tokenizer, prompt)
-        entries += [Entry("user", prompt, first), Entry("assistant", answered, _piece(tokenizer, answered))]
+        before = messages[: end - 1]
+        ids = _piece(tokenizer, entries[-1].content, prompt) if entries else prompt_ids(tokenizer, prompt, before)
+        entries += [Entry("user", prompt, ids), Entry("assistant", answered, _piece(tokenizer, prompt, answered))]
         done = said
     return Prompt(entries, info)
 
@@ -317,9 +318,11 @@ def _turn(
     return None
 
 
-def _piece(tokenizer: TokenizerType, text: str) -> list[int]:
-    """Return the token ids of a text inside a conversation, to which no special tokens are added."""
-    return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+def _piece(tokenizer: TokenizerType, before: str, text: str) -> list[int]:
+    """Return the token ids of `text` behind `before` in a conversation: no special tokens are added, and no space, which
+    SentencePiece tokenizers put before a text of its own. If a token spans both, `text` is tokenized alone."""
+    first, whole, alone = tokenizer([before, before + text, text], add_special_tokens=False)["input_ids"]
+    return whole[len(first) :] if whole[: len(first)] == first else alone
 
 
 PROCESSOR_REGISTRY |= {"default": math_hf_data_processor, "nemo_gym_data_processor": agent_data_processor}

@@ -18,9 +18,11 @@ from nemo_rl_cpp.data.datasets.response_datasets.response_dataset import Respons
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
 from nemo_rl_cpp.data.processors import sft_processor
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.rollouts.batches import build_train_batch, spoken_by_assistant
+from tokenizer_folders import byte_fallback, unigram
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
@@ -49,6 +51,15 @@ def test_sft_appends_the_end_token_to_a_plain_text_response():
     assert log[1]["token_ids"][-1] == tokenizer.eos_token_id
     cut = pieces(tokenizer, "12=", "21", limit=4)
     assert cut["loss_multiplier"] == 0 and cut["length"] == sum(len(m["token_ids"]) for m in log)
+
+
+@pytest.mark.parametrize("make", [byte_fallback, unigram])
+def test_sft_answers_have_the_tokens_that_they_have_within_the_conversation(make):
+    backend = make()
+    tokenizer = Tokenizer(backend, {"eos_token": "</s>", "chat_template": TURNS})
+    log = pieces(tokenizer, "a cat", "the dog", "a", "dog")["message_log"]
+    whole = "".join(message["content"] for message in log)
+    assert torch.cat([m["token_ids"] for m in log]).tolist() == backend.encode(whole, add_special_tokens=False).ids
 
 
 WITH_PARTS = (

@@ -53,7 +53,7 @@ def some(predicate):
 FOUR_UPDATES = ("policy.train_global_batch_size=8", "grpo.max_num_steps=3")
 LINES = {
     # ---- grpo.md
-    "grpo: the default configuration": Line(GRPO, gives={"policy.model_name": "Qwen/Qwen2.5-1.5B", "loss_fn.ratio_clip_max": 0.2}),
+    "grpo: the default configuration": Line(GRPO, gives={"policy.model_name": "Qwen/Qwen2.5-1.5B", "policy.sequence_packing.enabled": True, "loss_fn.ratio_clip_max": 0.2}),
     "grpo: dual clipping": Line(GRPO, ("loss_fn.ratio_clip_c=3",), {"loss_fn.ratio_clip_c": 3}, FOUR_UPDATES),
     "grpo: KL penalty": Line(
         GRPO, ("loss_fn.reference_policy_kl_penalty=0.1",), {"loss_fn.reference_policy_kl_penalty": 0.1},
@@ -67,7 +67,6 @@ LINES = {
         GRPO, ("loss_fn.use_importance_sampling_correction=True",), {"loss_fn.use_importance_sampling_correction": True},
         shows={"sampling_importance_ratio": exactly(1.0)},
     ),
-    "grpo: sequence packing": Line(GRPO, ("policy.sequence_packing.enabled=true",), {"policy.sequence_packing.enabled": True}),
     "grpo: dynamic batching": Line(
         GRPO, ("policy.sequence_packing.enabled=false", "policy.dynamic_batching.enabled=true"), {"policy.dynamic_batching.enabled": True}
     ),
@@ -78,8 +77,6 @@ LINES = {
                "grpo.use_dynamic_sampling": True, "loss_fn.reference_policy_kl_penalty": 0.0},
         shows={"filtered_reward": lambda v: all(-1 <= x <= 1 for x in v), "dynamic_sampling_kept_groups": exactly(8)},
     ),
-    "dapo: clip higher": Line(DAPO, ("loss_fn.ratio_clip_max=0.28",), {"loss_fn.ratio_clip_max": 0.28}, FOUR_UPDATES),
-    "dapo: token-level loss": Line(DAPO, ("loss_fn.token_level_loss=true",), {"loss_fn.token_level_loss": True}),
     "dapo: the configuration block": Line(
         DAPO,
         ("grpo.use_dynamic_sampling=true", "grpo.num_prompts_per_step=512", "grpo.num_generations_per_prompt=16", "grpo.dapo_batch_multiplier=3",

@@ -1,22 +1,9 @@
 import pytest
 import tiny
-import torch
-from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, prompt_text
 
 
 def of(history, name):
     return [row[name] for row in history]
-
-
-def recorded(run):
-    """Return a list to which the run appends the batches that the policy is trained on."""
-    batches = []
-
-    def note(data):
-        batches.append({key: value.clone() if torch.is_tensor(value) else value for key, value in data.items()})
-
-    tiny.watch_training(run, note)
-    return batches
 
 
 def check(mode, learned):
@@ -71,39 +58,3 @@ def test_run_initialised_from_a_checkpoint_uses_that_checkpoint_as_reference_mod
     )  # fmt: skip
     assert second.history[0]["weights/digest"] == first.policy.weight_digest()
     assert second.history[0]["kl_penalty"] == 0.0 < second.history[1]["kl_penalty"]
-
-
-class HalfHopeless(SingleTurnEnvironment):
-    """An environment in which numbers that begin with an even digit are never solved, and others always, unless the
-    response begins with 3, 4 or 5."""
-
-    def step(self, message_log_batch, metadata):
-        texts = [(prompt_text(log)[0], assistant_text(log)[:1]) for log in message_log_batch]
-        return self._finish([float(a in "13579" and b not in ("3", "4", "5")) for a, b in texts], metadata)
-
-
-@pytest.mark.parametrize("mode", ["dapo", "prorlv2"])
-def test_dynamic_sampling_trains_only_complete_groups_whose_rewards_differ(tmp_path, mode):
-    run = tiny.make(
-        tmp_path, *tiny.SMALL, "grpo.max_num_steps=4", "grpo.reward_shaping.enabled=false", config=f"{mode}_tiny.yaml",
-        environment=HalfHopeless(),
-    )  # fmt: skip
-    batches = recorded(run)
-    run.train()
-    assert len(batches) == 4
-    for batch in batches:
-        rewards = batch["rewards"].view(8, 4)
-        assert (rewards.max(1).values > rewards.min(1).values).all()
-        assert batch["group_id"].tolist() == [group for group in range(8) for _ in range(4)]
-        prompts = batch["input_ids"].view(8, 4, -1)[:, :, :4]
-        assert (prompts == prompts[:, :1]).all()  # groups are whole
-        first_digits = prompts[:, 0, 0] - 4
-        assert (first_digits % 2 == 1).all()
-    drawn = 0
-    for row in run.history:
-        counts = [row[f"dynamic_sampling_{kind}_groups"] for kind in ("all_right", "all_wrong", "mixed")]
-        assert sum(counts) == 10 * row["dynamic_sampling_num_gen_batches"]  # 8 prompts x batch_multiplier 1.25
-        assert counts[1] > 0 and counts[2] >= 8
-        assert row["dynamic_sampling_num_discarded_valid_samples"] == 4 * (counts[2] - 8)
-        drawn += sum(counts)
-    assert run.state.draw_counter == drawn and max(of(run.history, "dynamic_sampling_num_gen_batches")) > 1

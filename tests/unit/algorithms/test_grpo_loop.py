@@ -3,7 +3,7 @@ import json
 import pytest
 import tiny
 import torch
-from loop_fakes import Policy, fake_run, logged, train
+from loop_fakes import TOKENIZER, Policy, fake_run, logged, train
 from nemo_rl_cpp.algorithms.algorithm import GroupAdvantages
 from nemo_rl_cpp.config.loop import GRPOConfig
 from nemo_rl_cpp.rollouts.batches import TrainBatch
@@ -58,22 +58,24 @@ def test_grpo_step_logs_every_expected_metric(tmp_path):
 
 
 def test_dynamic_sampling_generates_batches_until_enough_groups_have_mixed_rewards(tmp_path):
-    # prompts 0 and 1 are always right, 2 and 3 mixed: the first batch teaches nothing
+    # prompts 0 and 1 are always right, the others mixed; a batch has 2 * 1.5 prompts
     run = make(
-        tmp_path, "grpo.use_dynamic_sampling=true", "grpo.max_num_steps=1",
+        tmp_path, "grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5", "grpo.max_num_steps=1",
         respond=lambda prompt, key: "2" if prompt[7] in "01" or key[2] < 2 else "1",
     )  # fmt: skip
     train(run)
     assert run.policy.events.count("generate") == 2
-    assert run.state.draw_counter == 4  # every prompt drawn counts, not only those trained on
+    assert run.state.draw_counter == 6  # every prompt drawn counts, not only those trained on
+    (batch,) = run.policy.trained
+    assert TOKENIZER.decode(batch["input_ids"][:, 7]) == "22223333" and batch["group_id"].tolist() == [0] * 4 + [1] * 4
     row = logged(run)[1]
     assert row["train/dynamic_sampling_num_gen_batches"] == 2
-    assert row["train/filtered_reward"] == 0.5 and row["train/reward"] == 0.75
-    # tokens of both rounds over the time of both: 16 responses of "2" or "1" and eos; half of all tokens are trained
-    assert row["train/total_generated_tokens"] == 32
-    assert row["train/total_rollout_tokens"] == 2 * row["train/total_num_tokens"]
+    assert row["train/filtered_reward"] == 0.5 and row["train/reward"] == pytest.approx(2 / 3)
+    # tokens of both rounds over the time of both: 24 responses of "2" or "1" and eos; a third of all tokens is trained
+    assert row["train/total_generated_tokens"] == 48
+    assert row["train/total_rollout_tokens"] == 3 * row["train/total_num_tokens"]
     rates, seconds = logged(run, "performance/")[1], logged(run, "timing/train/")[1]["timing/train/generation"]
-    assert rates["performance/decode_tokens_per_sec"] == pytest.approx(32 / seconds)
+    assert rates["performance/decode_tokens_per_sec"] == pytest.approx(48 / seconds)
     assert rates["performance/generation_tokens_per_sec"] == pytest.approx(row["train/total_rollout_tokens"] / seconds)
 
 

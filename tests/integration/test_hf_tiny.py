@@ -4,14 +4,11 @@ from nemo_rl_cpp.config import load_eval_config
 from nemo_rl_cpp.evals.eval import main as evaluate
 
 pytest.importorskip("transformers")
-SIZES = {
-    "grpo": (*tiny.SMALL, "policy.backend=hf", "++policy.hf_config_overrides.model_type=gemma"),
-    "ppo": (
-        "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=16",
-        "value.train_global_batch_size=16", "ppo.policy_training_start_step=1", "policy.backend=hf",
-        "++policy.hf_config_overrides.model_type=mixtral",
-    ),
-}  # fmt: skip
+RESUMED = (
+    "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=16",
+    "value.train_global_batch_size=16", "ppo.policy_training_start_step=1", "policy.backend=hf",
+    "++policy.hf_config_overrides.model_type=mixtral", "checkpointing.enabled=true", "checkpointing.save_period=2",
+)  # fmt: skip
 
 
 def test_grpo_learns_with_the_transformers_backend(tmp_path):
@@ -38,13 +35,11 @@ def test_transformers_backend_trains_architectures_that_the_native_core_does_not
     assert sum(row["accuracy"] for row in run.history[-5:]) / 5 > 0.9
 
 
-@pytest.mark.parametrize("section", ["grpo", "ppo"])
-def test_resumed_run_of_the_transformers_backend_ends_with_bit_identical_weights(section, tmp_path):
-    options = {"config": f"{section}_tiny.yaml"}
-    saving = (*SIZES[section], "checkpointing.enabled=true", "checkpointing.save_period=2")
-    whole = tiny.train(tmp_path / "whole", *saving, f"{section}.max_num_steps=4", **options)
-    tiny.train(tmp_path / "cut", *saving, f"{section}.max_num_steps=2", **options)
-    again = tiny.train(tmp_path / "cut", *saving, f"{section}.max_num_steps=4", **options)
+def test_resumed_run_of_the_transformers_backend_ends_with_bit_identical_weights(tmp_path):
+    whole, _, again = (
+        tiny.train(tmp_path / name, *RESUMED, f"ppo.max_num_steps={steps}", config="ppo_tiny.yaml")
+        for name, steps in (("whole", 4), ("cut", 2), ("cut", 4))
+    )
     assert len(again.history) == 2
     for model, other in zip(whole.models.values(), again.models.values(), strict=True):
         assert model.weight_digest() == other.weight_digest()
@@ -53,8 +48,6 @@ def test_resumed_run_of_the_transformers_backend_ends_with_bit_identical_weights
     for mine, theirs in zip(again.history, whole.history[2:]):
         for name in ("reward", "loss", "grad_norm", "critic/loss"):
             assert mine.get(name) == theirs.get(name), name
-    if section == "grpo":
-        model = f"generation.model_name={tmp_path / 'whole/checkpoints/step_4'}"
-        values = ["generation.backend=hf", model, "generation.vllm_cfg.precision=float32"]
-        config = load_eval_config("evals/reverse_digits.yaml", values)
-        assert 0 <= evaluate(config).score <= 1
+    model = f"generation.model_name={tmp_path / 'whole/checkpoints/step_4'}"
+    values = ["generation.backend=hf", model, "generation.vllm_cfg.precision=float32"]
+    assert 0 <= evaluate(load_eval_config("evals/reverse_digits.yaml", values)).score <= 1

@@ -43,18 +43,13 @@ def test_response_whose_answer_repeats_its_reasoning_gets_zero_reward(text, rewa
     assert result == (reward, {"reasoning_equal_to_final_answer_rate": 1.0 - reward})
 
 
-@pytest.mark.parametrize(
-    "texts, reward", [(["a</think>  "], 0.0), (["<think>cut"], 0.0), ([""], 0.0), (["", "b"], 1.0), (["b", ""], 0.0)]
-)
-def test_conversation_whose_last_response_is_empty_gets_zero_reward(texts, reward):
-    log = [m for text in texts for m in (message("user", [1]), message("assistant", [2], text))]
+@pytest.mark.parametrize("prompt, texts, reward", [
+    ("x", ["a</think>  "], 0.0), ("x", ["<think>cut"], 0.0), ("x", [""], 0.0), ("x", ["", "b"], 1.0), ("x", ["b", ""], 0.0),
+    ("What?\n<think>\n", ["cut"], 0.0), ("What?\n<think>\n", ["a</think>b"], 1.0),
+])  # fmt: skip
+def test_conversation_whose_last_response_has_no_answer_gets_zero_reward(prompt, texts, reward):
+    log = [m for text in texts for m in (message("user", [1], prompt), message("assistant", [2], text))]
     assert penalised(log, penalize_empty_final_answer=True) == (reward, {"empty_final_answer_rate": 1.0 - reward})
-
-
-@pytest.mark.parametrize("text, reward", [("cut", 0.0), ("a</think>b", 1.0)])
-def test_response_cut_within_thinking_that_the_prompt_opened_gets_zero_reward(text, reward):
-    log = [message("user", [1], "What?<|assistant|>\n<think>\n"), message("assistant", [2], text)]
-    assert penalised(log, penalize_empty_final_answer=True)[0] == reward
 
 
 @pytest.mark.parametrize("special", [False, True])

@@ -1,5 +1,4 @@
 import sys
-from pathlib import Path
 
 import pytest
 from nemo_rl_cpp import dotted_names
@@ -86,9 +85,3 @@ def test_error_for_a_misspelt_environment_name_suggests_a_registered_name():
     assert environment_class("arithmetic").__name__ == "ArithmeticEnvironment"
     with pytest.raises(LoadingError, match=r"no environment is called 'arithmetik'; did you mean arithmetic\?"):
         environment_class("arithmetik")
-
-
-def test_failing_import_of_a_reward_function_is_reported_with_file_and_line():
-    Path("broken_module.py").write_text("x = 1\nimport os.nothing_here\n")
-    with pytest.raises(LoadingError, match=r"there is no module os.nothing_here, which broken_module.py:2 imports"):
-        import_object("broken_module.f", "reward function")

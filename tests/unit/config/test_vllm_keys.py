@@ -51,8 +51,6 @@ OF_PYTHON = [
     (["policy.kept_activations_gb=1"], "vLLM keeps no activations for training"),
     (["++policy.generation.vllm_kwargs.dtype=float32"], "vllm_kwargs.dtype is given by the run itself: leave it out, and set policy.generation.vllm_cfg.precision"),
     (["++policy.generation.vllm_kwargs.worker_cls=x"], "vllm_kwargs.worker_cls is given by the run itself: leave it out"),
-    (["++policy.generation.vllm_kwargs.quantization=fp8"], "quantised generation changes results"),
-    (["policy.generation.vllm_cfg.precision=fp8"], "quantised generation changes results"),
     (["policy.generation.expose_http_server=true"], "vLLM generates, not the native engine"),
     (["policy.generation.vllm_cfg.timeout_s=0"], "timeout_s"),
 ]  # fmt: skip
@@ -66,8 +64,6 @@ OF_SERVER = [
     (["policy.generation.kv_cache_gb=1"], "kv_cache_gb is said where the server is started"),
     (["policy.generation.vllm_cfg.enable_prefix_caching=false"], "enable_prefix_caching is said where the server is started"),
     (["cluster.executor=processes", "cluster.gpus_per_node=2"], "set it to auto, or set policy.generation.vllm_cfg.server_url to null"),
-    (["policy.reuse_generation_logprobs=always"], "cannot be always with vLLM"),
-    (["policy.generation.expose_http_server=true"], "vLLM generates, not the native engine"),
 ]  # fmt: skip
 
 

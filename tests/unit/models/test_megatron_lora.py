@@ -11,9 +11,9 @@ from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import tiny_random
 from nemo_rl_cpp.models.model_sizes import ModelSizes, adapter_sizes, model_sizes
-from nemo_rl_cpp.models.weights import initialize_weights, named_views
+from nemo_rl_cpp.models.weights import named_views
 from safetensors.torch import load_file
-from test_lora_of_a_model import LATENT, MAMBA, RECURRENT, SHARED, SIZES
+from test_lora_of_a_model import LATENT, MAMBA, RECURRENT, SHARED, SIZES, adapted
 from tiny_layers import LAYERS
 
 GRANITE_4 = LAYERS["granitemoehybrid"] | {
@@ -55,17 +55,11 @@ def test_megatron_lora_adapter_is_saved_as_one_adapter_per_projection_and_restor
     folder = tiny_random(SIZES | more)
     lora = Lora.of(policy(), folder, "policy")
 
-    def adapted(weights=None):
-        model = C.DecoderModel(folder.native(), torch.float32, False)
-        initialize_weights(model, 0)
-        lora.begin(model, 3, weights, is_whole=True)
-        return model
-
-    model = adapted()
+    model = adapted(lora, folder)
     for view in named_views(model.trained_layout.specs, model.masters).values():
         view.copy_(torch.randn(view.shape, generator=torch.Generator().manual_seed(view.numel())))
     lora.save(tmp_path, model.trained_layout, model.masters)
-    again = adapted(tmp_path)
+    again = adapted(lora, folder, weights=tmp_path)
     for name, view in named_views(again.trained_layout.specs, again.masters).items():
         assert torch.equal(view, named_views(model.trained_layout.specs, model.masters)[name]), name
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")

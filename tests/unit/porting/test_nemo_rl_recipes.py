@@ -7,7 +7,6 @@ and so are the settings of NeMo Gym's judges. Files for images and sound are amo
 import importlib.util
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -141,21 +140,8 @@ def reason_of_file(name, error):
 
 
 @pytest.mark.slow
-def test_most_nemo_rl_recipes_load_unchanged(walk, capsys):
-    refused = Counter(reason_of_file(name, error) for name, error in walk.items() if isinstance(error, ConfigError))
-    models = Counter(
-        Path(model_of(config)).name for name, config in loaded(walk).items() if not NATIVE.search(model_of(config))
-    )
+def test_most_nemo_rl_recipes_load_unchanged(walk):
     native = [name for name, config in loaded(walk).items() if NATIVE.search(model_of(config))]
-    with capsys.disabled():
-        print(
-            f"\n{len(loaded(walk))} of {len(walk)} recipes of NeMo RL load, {len(native)} of them for models that are supported; refused:"
-        )
-        for reason, count in refused.most_common():
-            print(f"  {count:3} {reason}")
-        print("models without a native architecture, by number of files that load:")
-        for model, count in models.most_common():
-            print(f"  {count:3} {model}")
     assert len(walk) >= 279 and len(loaded(walk)) >= 206 and len(native) >= 194
 
 

@@ -17,9 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DEADLINE = 60.0
 READY = "document.body && document.body.dataset.ready === 'yes'"
 

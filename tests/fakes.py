@@ -34,9 +34,7 @@ class ByteTokenizer:
         return b"".join(pieces).decode(errors="replace")
 
     def apply_chat_template(self, messages, tokenize: bool = False, add_generation_prompt: bool = False, **_):
-        text = "".join(f"[{m['role']}]{m['content']}" for m in messages) + (
-            "[assistant]" if add_generation_prompt else ""
-        )
+        text = "".join(f"[{m['role']}]{m['content']}" for m in messages) + "[assistant]" * add_generation_prompt
         return self.encode(text) if tokenize else text
 
 

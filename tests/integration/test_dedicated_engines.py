@@ -41,9 +41,7 @@ def colocated(tmp_path_factory):
     [apart(1, 1), (*apart(2, 1), "policy.refit_buffer_size_gb=1e-5"), (*apart(1, 2), "policy.refit=delta"), apart(1, 1, "ray")],
     ids=["1+1", "2+1", "1+2, delta", "ray"],
 )  # fmt: skip
-def test_training_is_bit_identical_with_generation_engines_in_separate_or_training_processes(
-    tmp_path, colocated, where
-):
+def test_training_is_bit_identical_with_generation_engines_in_separate_processes(tmp_path, colocated, where):
     weights, history = trained(tmp_path, *where)
     assert weights == colocated[0]
     for step, (row, same) in enumerate(zip(history, colocated[1], strict=True)):

@@ -154,9 +154,7 @@ def steps(folder):
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_commands_in_the_guides_set_the_documented_keys_and_log_the_documented_metrics(
-    name, tmp_path, monkeypatch, capsys
-):
+def test_commands_in_the_guides_set_the_documented_keys_and_log_documented_metrics(name, tmp_path, monkeypatch, capsys):
     line = LINES[name]
     config = load_grpo_config(line.config, line.overrides)
     for key, expected in line.gives.items():

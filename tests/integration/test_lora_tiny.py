@@ -113,9 +113,7 @@ def test_lora_adapters_trained_on_two_tensor_parallel_ranks_equal_those_of_one_p
     two, sliced = tiny.saved(tmp_path / "2", 2, *tiny.SMALL, *ON, *BLOCKS, *merging, *workers(2), *TP)
     assert is_exact(two)
     assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-5)
-    first, second = (
-        load_file(at / "policy" / "weights" / "adapter" / "adapter_model.safetensors") for at in (alone, sliced)
-    )
+    first, second = (load_file(at / "policy/weights/adapter/adapter_model.safetensors") for at in (alone, sliced))
     for name, tensor in first.items():
         assert (second[name] - tensor).norm() <= 5e-3 * tensor.norm(), name
     go_on, _ = tiny.saved(tmp_path / "2", 3, *tiny.SMALL, *ON, *BLOCKS, *merging)

@@ -44,9 +44,7 @@ def test_tensor_parallel_training_gives_the_weights_of_one_rank_up_to_rounding(t
     one, alone = saved(tmp_path / "1", 3, *BLOCKS)
     two, sliced = saved(tmp_path / "2", 3, *BLOCKS, *workers(2), *TP)
     four, groups = saved(tmp_path / "4", 3, *BLOCKS, *workers(4), *TP)
-    quarters, in_four = saved(
-        tmp_path / "4 slices", 3, *BLOCKS, *workers(4), "policy.dtensor_cfg.tensor_parallel_size=4"
-    )
+    quarters, in_four = saved(tmp_path / "in 4", 3, *BLOCKS, *workers(4), "policy.dtensor_cfg.tensor_parallel_size=4")
     assert all(map(is_exact, (one, two, four, quarters)))
     assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-5)
     assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-5)

@@ -97,9 +97,7 @@ def one_ray():
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_sync_async_and_threaded_reward_functions_give_equal_rewards_on_the_command_line(
-    place, expected, tmp_path, monkeypatch
-):
+def test_sync_async_and_threaded_rewards_are_equal_on_the_command_line(place, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rewards = by_command_line(place, tmp_path)
     assert os.getcwd() == str(tmp_path)
@@ -112,9 +110,7 @@ def test_sync_async_and_threaded_reward_functions_give_equal_rewards_on_the_comm
 @pytest.mark.parametrize(
     "way, place", [(way, place) for way in WAYS for place in ("reward", "environment") if (way, place) != ("ray", "environment")]
 )  # fmt: skip
-def test_sync_async_and_threaded_reward_functions_give_equal_rewards_in_every_training_mode(
-    way, place, expected, tmp_path, request
-):
+def test_sync_async_and_threaded_rewards_are_equal_in_every_training_mode(way, place, expected, tmp_path, request):
     if way == "ray":
         request.getfixturevalue("one_ray")
     with tiny.make(tmp_path, *COMMON, *PLACES[place], *WAYS[way]) as run:
@@ -122,7 +118,7 @@ def test_sync_async_and_threaded_reward_functions_give_equal_rewards_in_every_tr
         assert rewards_of(run.history) == {name: pytest.approx(expected, rel=1e-6) for name in user_kinds.KINDS}
 
 
-def test_sync_async_and_threaded_reward_functions_give_equal_rewards_in_the_python_api(tmp_path, monkeypatch):
+def test_sync_async_and_threaded_rewards_are_equal_in_the_python_api(tmp_path, monkeypatch):
     """The second run reuses the functions of the first, as in a notebook."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{a}{b}="} for a in range(10) for b in range(10)]

@@ -38,9 +38,7 @@ def weights_of(path):
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_model_read_from_a_gguf_file_has_the_configuration_and_weights_of_the_exported_model(
-    name, tmp_path, monkeypatch
-):
+def test_model_read_from_a_gguf_file_has_configuration_and_weights_of_the_exported_model(name, tmp_path, monkeypatch):
     """A file that cannot store a sliding window has positions for one window only, so that the window makes no
     difference."""
     folder, _ = make(name, tmp_path, monkeypatch)
@@ -369,9 +367,7 @@ def test_text_generated_from_a_gguf_file_equals_that_of_the_exported_model(tmp_p
     (["policy.generation.backend=vllm", "policy.generation.vllm_cfg.server_url=http://127.0.0.1:9"], "policy.generation.backend"),
 ])  # fmt: skip
 def test_gguf_file_with_an_engine_other_than_native_is_an_error(keys, engine):
-    with pytest.raises(
-        ConfigError, match=f"policy.model_name is a GGUF file, which only native reads: set {engine} to native"
-    ):
+    with pytest.raises(ConfigError, match=f"policy.model_name is a GGUF file, .*: set {engine} to native"):
         load_grpo_config("grpo_tiny.yaml", ["policy.model_name=model.gguf", "policy.hf_config_overrides={}", *keys])
 
 

@@ -179,9 +179,7 @@ def assert_gradients_match(model, hf, lora, bound):
     [("qwen2", 7 * 3, 1e-5), ("qwen3_5", 3 * 6 + 7, 1e-4), ("nemotron_h", 2 * 2 + 4 + 2 * 2, 1e-4)],
 )
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
-def test_float32_lora_gradients_on_a_quantised_base_match_autograd_on_the_dequantised_base(
-    kind, name, matrices, bound, tmp_path, monkeypatch
-):
+def test_float32_lora_gradients_on_a_quantised_base_match_autograd(kind, name, matrices, bound, tmp_path, monkeypatch):
     hf = build(name, tmp_path, hidden_size=64, intermediate_size=96)
     lora = lora_of(tmp_path, merge=False)
     model = adapted(tmp_path, lora, torch.float32, quantization=kind)

@@ -11,9 +11,7 @@ from nemo_rl_cpp.loggers.logger import Logger
 
 
 def test_tokenizer_of_the_tiny_random_model_can_be_configured_for_another_model():
-    policy = load_grpo_config(
-        "grpo_tiny.yaml", ["policy.model_name=./mine", "policy.tokenizer.name=tiny-random"]
-    ).policy
+    policy = load_grpo_config("grpo_tiny.yaml", ["policy.model_name=./m", "policy.tokenizer.name=tiny-random"]).policy
     assert parts.make_tokenizer(policy).get_vocab() == tiny_tokenizer().get_vocab()
 
 
@@ -24,9 +22,7 @@ def fail(*given, **more):
 @pytest.mark.parametrize(
     ("steps", "epochs", "warmup", "whole", "of_policy"), [(100, 2, 0, 10, 30), (7, 2, 3, 7, 12), (100, 1, 9, 5, 0)]
 )
-def test_learning_rate_decay_ends_at_the_last_planned_optimizer_step_of_the_policy(
-    steps, epochs, warmup, whole, of_policy
-):
+def test_learning_rate_decay_ends_at_the_last_planned_step_of_the_policy(steps, epochs, warmup, whole, of_policy):
     config = load_ppo_config(
         "ppo_tiny.yaml",
         [f"ppo.max_num_steps={steps}", f"ppo.max_num_epochs={epochs}", f"ppo.policy_training_start_step={warmup}", "ppo.ppo_epochs=3"],

@@ -242,9 +242,7 @@ def test_distillation_teacher_with_a_different_vocabulary_is_an_error(teacher):
     tokenizer = tiny_tokenizer()
     check_vocabulary(tokenizer, str(teacher), "teacher.model_name")
     tokenizer.backend_tokenizer.add_tokens(["<more>"])
-    with pytest.raises(
-        ValueError, match=r"^teacher.model_name: \S+ has another vocabulary than policy.tokenizer.name [^\n]*$"
-    ):
+    with pytest.raises(ValueError, match=r"^teacher.model_name: \S+ has another vocabulary than [^\n]*$"):
         check_vocabulary(tokenizer, str(teacher), "teacher.model_name")
 
 

@@ -66,9 +66,7 @@ def test_custom_advantages_may_be_nan_at_masked_tokens():
 
 def test_custom_estimator_that_returns_no_critic_targets_is_an_error_in_ppo():
     config = ppo(f"ppo.adv_estimator.name={OWN}no_critic")
-    with pytest.raises(
-        ValueError, match="returned no returns, which the critic learns from: return .advantages, returns., or set"
-    ):
+    with pytest.raises(ValueError, match="returned no returns, which the critic learns from"):
         advantages(estimator(lambda rewards: rewards, config))
     config.ppo.adv_estimator.uses_critic = False
     given, returns = advantages(estimator(lambda rewards: rewards, config))
@@ -151,9 +149,7 @@ def test_error_for_an_unavailable_argument_of_a_custom_estimator_names_the_argum
     "overrides", [["grpo.adv_estimator.kwargs={a:1}"], ["loss_fn.kwargs={a:1}"], ["loss_fn.name=reinforce"], ["loss_fn.name=a..b"]]
 )  # fmt: skip
 def test_keyword_arguments_without_a_configured_custom_component_are_an_error(overrides):
-    with pytest.raises(
-        ConfigError, match="go to a class or function of yours|must be one of clipped_pg, .* a dotted name"
-    ):
+    with pytest.raises(ConfigError, match="go to a class or function of yours|one of clipped_pg, .* a dotted name"):
         grpo(*overrides)
 
 

@@ -79,9 +79,7 @@ def test_resume_prints_every_configuration_key_that_has_changed(root, run_of_two
     assert SAID[overrides] in line and run.state.step == 2
 
 
-def test_configuration_in_a_checkpoint_cannot_include_files_outside_the_checkpoint(
-    root, run_of_two_steps, tmp_path, capsys
-):
+def test_configuration_in_a_checkpoint_cannot_include_files_outside_of_it(root, run_of_two_steps, tmp_path, capsys):
     secret = tmp_path / "secret.yaml"
     secret.write_text("grpo: {seed: 41}\n")
     step = root / "run" / "checkpoints" / "step_2"
@@ -142,9 +140,7 @@ def config_of(root, base, *overrides, **paths):
 @pytest.mark.parametrize(
     "name, paths, overrides, words", [row for row in REFUSED if row[0] in ("other model", "rope_theta", "seed")]
 )
-def test_preflight_check_reports_changed_configuration_keys_that_prevent_a_resume(
-    root, run_of_two_steps, name, paths, overrides, words
-):
+def test_check_reports_changed_keys_that_prevent_a_resume(root, run_of_two_steps, name, paths, overrides, words):
     errors = [str(f) for f in preflight(config_of(root, run_of_two_steps, *overrides, **paths)) if f.level == "error"]
     key, _, reason = words.partition(": ")
     wanted = f"{key} {reason.removeprefix(key.rpartition('.')[2] + ' ')}"  # the key once, and the reason

@@ -145,9 +145,7 @@ def test_unknown_metric_that_is_to_end_the_run_is_an_error_after_the_first_step(
     """A user may write it as in checkpointing.metric_name."""
     stop = ("grpo.stop_at_validation_metric=val:accuracy", "grpo.stop_at_validation_threshold=0.9")
     run = make(tmp_path, "grpo.max_num_steps=9", "grpo.val_period=5", *stop, "checkpointing.enabled=false")
-    with pytest.raises(
-        ValueError, match="stop_at_validation_metric: the val metrics have no 'val:accuracy'; there are accuracy"
-    ):
+    with pytest.raises(ValueError, match="stop_at_validation_metric: .* no 'val:accuracy'; there are accuracy"):
         train(run)
     assert run.state.step == 1
 

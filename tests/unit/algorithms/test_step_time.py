@@ -110,9 +110,7 @@ def test_forecast_of_a_short_run_reads_no_rows(monkeypatch):
     ids=["experts", "recurrent", "mamba2", "latent"],
 )
 def test_step_time_measurement_runs_every_kind_of_layer_and_keeps_the_random_state(kind):
-    config = load_grpo_config(
-        "configs/grpo_tiny.yaml", [*shaped(kind), "++policy.hf_config_overrides.num_hidden_layers=4"]
-    )
+    config = load_grpo_config("grpo_tiny.yaml", [*shaped(kind), "++policy.hf_config_overrides.num_hidden_layers=4"])
     before = torch.get_rng_state()
     generation, training = measured_step_time(config, Shape(4, 2, 5, 3))
     assert generation > 0 and training > 0 and torch.equal(before, torch.get_rng_state())

@@ -173,9 +173,7 @@ def die_at_every_call(folder: Path, death: str, step: int, mark: str) -> tuple[i
 @pytest.mark.slow
 @pytest.mark.parametrize("death", ["killed", "power"])
 @pytest.mark.parametrize("step, mark", [(3, "three"), (2, "two again")], ids=["new_step", "same_step"])
-def test_process_killed_at_any_system_call_of_a_save_leaves_a_complete_checkpoint(
-    tmp_path, elsewhere, death, step, mark
-):
+def test_process_killed_at_any_call_of_a_save_leaves_a_complete_checkpoint(tmp_path, elsewhere, death, step, mark):
     at, lived, outcomes = elsewhere(die_at_every_call, tmp_path, death, step, mark)
     assert lived and at > 40, f"only {at} calls were seen: the fault injection does not reach the save"
     assert outcomes == {(2, "two"), (step, mark)}

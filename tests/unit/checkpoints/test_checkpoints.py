@@ -222,9 +222,7 @@ def test_resume_fails_if_every_checkpoint_is_damaged(three, make):
     ("auto", False, None), ("auto", True, None), ("never", False, None), ("must", True, None),
     ("never", True, "resume=never, but .* holds checkpoints .the newest is step_3"), ("must", False, "resume=must, but .* holds no checkpoint"),
 ])  # fmt: skip
-def test_resume_setting_decides_whether_an_existing_checkpoint_is_required_or_forbidden(
-    three, make, mode, saved, error
-):
+def test_resume_setting_decides_whether_a_checkpoint_is_required_or_forbidden(three, make, mode, saved, error):
     manager = make(resume=mode, checkpoint_dir=str(three if saved else three / "empty"))
     if error is None:
         assert (find_resume(manager).path is not None) == saved

@@ -463,9 +463,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("targets, is_told", [("[in_proj]", False), ("['*_proj']", True)])
-def test_lora_on_mambas_output_projection_gives_a_warning_that_peft_cannot_load_the_adapter(
-    model, tmp_path, targets, is_told
-):
+def test_lora_on_mambas_output_projection_gives_a_warning_that_peft_cannot_load_it(model, tmp_path, targets, is_told):
     folder = model_folder(tmp_path / "other", model_type="nemotron_h", **SETTINGS["nemotron_h"][0])
     settings = grpo(folder, *(f"++{part}" for part in f"{SOME}={targets}".split(" ")))
     told = [finding.message for finding in check(settings) if "out_proj of Nemotron-H" in finding.message]
@@ -475,9 +473,7 @@ def test_lora_on_mambas_output_projection_gives_a_warning_that_peft_cannot_load_
 @pytest.mark.parametrize(
     "kind, override, sentence", [(kind, *case) for kind, (_, cases) in SETTINGS.items() for case in cases]
 )
-def test_settings_unsupported_for_an_architecture_are_reported_before_the_run(
-    model, tmp_path, kind, override, sentence
-):
+def test_settings_unsupported_by_an_architecture_are_reported_before_a_run(model, tmp_path, kind, override, sentence):
     folder = model_folder(tmp_path / "other", model_type=kind, **SETTINGS[kind][0])
     settings = grpo(folder, *(f"++{part}" for part in override.split(" ")))
     found = [finding.message for finding in check(settings) if finding.level == "error"]

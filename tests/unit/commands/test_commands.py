@@ -28,9 +28,7 @@ def test_every_shipped_configuration_has_a_description(capsys):
     assert cli.main(["configs", "nothing-like-it"]) == 1
 
 
-def test_files_of_the_user_with_the_names_of_shipped_configurations_are_read_only_if_they_are_given(
-    tmp_path, monkeypatch, capsys
-):
+def test_files_with_the_names_of_shipped_configurations_are_read_only_if_they_are_given(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("grpo_tiny.yaml", "ppo_tiny.yaml"):
         (tmp_path / name).write_text("# mine\ndefaults: nothing.yaml\n")

@@ -145,9 +145,7 @@ def test_emulated_cuda_paged_and_packed_attention_are_bit_identical(kernels, sha
 @pytest.mark.parametrize("dtype, bound", DTYPES)
 # a group of 17 takes the kernel of many rows for one token, too
 @pytest.mark.parametrize("shape", [(4, 2, 16), (17, 1, 24)], ids=str)
-def test_emulated_cuda_attention_of_prefill_decode_and_padding_rows_matches_the_cpu_kernel(
-    kernels, shape, dtype, bound
-):
+def test_emulated_cuda_attention_of_prefill_decode_and_padding_rows_matches_the_cpu(kernels, shape, dtype, bound):
     N, K, H = shape
     heads, rows = C.AttentionHeads(N, K, H, 1 / math.sqrt(H)), 24
     # (query_start, query_length, context_length, blocks): a prompt, two tokens of running sequences; rows 18 to 23 belong to nobody

@@ -47,9 +47,7 @@ def test_emulated_cuda_rms_norm_and_its_gradient_match_autograd(kernels, D, inne
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("H, R", [(16, 16), (24, 24), (128, 128), (128, 96), (24, 12)])
 @pytest.mark.parametrize("interleaved", [0, 1])
-def test_emulated_cuda_rope_matches_the_formula_and_its_backward_is_the_inverse_rotation(
-    kernels, interleaved, H, R, dtype
-):
+def test_emulated_cuda_rope_matches_the_formula_and_its_backward_is_the_inverse(kernels, interleaved, H, R, dtype):
     """The first R dimensions of each head, those i and i + R / 2 or 2 i and 2 i + 1 as pairs."""
     T, heads = 9, 3
     x, positions, angles = randn(T, heads * H + 8, dtype=dtype), table(range(3, 3 + T)), randn(20, R // 2)

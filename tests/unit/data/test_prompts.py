@@ -53,9 +53,7 @@ ROWS = [
     (NEEDS_USER, "{bos}<system>Be brief.", "<end>\n<user>{q}<end>\n<assistant>"),
     (INSIDE, "{bos}<user>Be brief.", "\n\n{q}<end>\n<assistant>"),
 ])  # fmt: skip
-def test_chat_template_is_applied_once_to_system_and_user_messages_together(
-    chat, spec, process, row, question, template, system, user
-):
+def test_chat_template_is_applied_once_to_system_and_user(chat, spec, process, row, question, template, system, user):
     chat.chat_template = template
     log = process(row, spec, chat, None, 0)["message_log"]
     bos = chat.bos_token or ""
@@ -118,9 +116,7 @@ def test_system_message_in_a_data_row_together_with_a_system_prompt_file_is_an_e
 
 
 def test_tool_definitions_of_a_data_row_are_passed_to_the_chat_template(chat):
-    chat.chat_template = (
-        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
+    chat.chat_template = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
     tools = [{"type": "function", "function": {"name": "add"}}]
 
     def text(given):

@@ -99,9 +99,7 @@ def test_data_sections_with_the_same_task_but_different_processors_are_an_error(
 
 def test_data_sections_with_the_same_task_but_different_environments_are_an_error(smollm2, environments):
     sections = data(train=[ARITHMETIC, {**ARITHMETIC, "env_name": "digits"}])
-    with pytest.raises(
-        ValueError, match="the task name 'arithmetic' but different prompts, processors or environments"
-    ):
+    with pytest.raises(ValueError, match="task name 'arithmetic' but different prompts, processors or environments"):
         load_response_data(smollm2, sections, {"math": {}, "digits": {}})
     assert environments[2:] == ["shutdown math", "shutdown digits"]
 

@@ -71,9 +71,7 @@ def test_tokenizer_call_result_has_input_ids_as_item_and_as_attribute(smollm2):
     ],
 ])  # fmt: skip
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
-def test_chat_template_gives_the_same_text_and_ids_as_transformers(
-    smollm2, hf_smollm2, messages, add_generation_prompt
-):
+def test_chat_template_gives_the_text_and_ids_of_transformers(smollm2, hf_smollm2, messages, add_generation_prompt):
     options = {"add_generation_prompt": add_generation_prompt}
     text = smollm2.apply_chat_template(messages, tokenize=False, add_special_tokens=False, **options)
     assert text == hf_smollm2.apply_chat_template(messages, tokenize=False, **options)

@@ -73,9 +73,7 @@ def test_worker_processes_that_wait_for_a_failed_rank_are_terminated(forked_work
     [(signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGSTOP, "gave no sign of life for")],
     ids=["killed", "stopped"],
 )
-def test_error_for_a_killed_or_hanging_worker_names_the_worker_and_no_process_remains(
-    forked_workers, cluster, number, said
-):
+def test_error_for_a_killed_or_hanging_worker_names_it_and_no_process_remains(forked_workers, cluster, number, said):
     WorkerGroup(cluster, partial(make, 0))  # the workers are there
     began = time.monotonic()
     pids = lose(cluster, number, said)

@@ -67,9 +67,7 @@ def is_named_and_none_is_left(cluster, number, said):
     [(signal.SIGKILL, r"rank 0 of 1 is gone .*; it was doing: starting"), (signal.SIGSTOP, "rank 0 of 1 has not answered for 16 s: it is stopped")],
     ids=["killed", "stopped"],
 )  # fmt: skip
-def test_error_for_a_ray_actor_lost_at_startup_names_the_actor_and_no_process_remains(
-    monkeypatch, tmp_path, number, said
-):
+def test_error_for_a_ray_actor_lost_at_startup_names_it_and_no_process_remains(monkeypatch, tmp_path, number, said):
     class Lost(ray_workers.ActorWorker):
         def __init__(self):
             (tmp_path / str(os.getpid())).touch()

@@ -45,10 +45,7 @@ def play(max_rollout_turns=3, **config):
     engine = FakeGeneration(halving)
     batch = prompts(["?"] * 7, ["guess_number"] * 7, [{"secret": n} for n in range(1, 8)])
     batch["stop_strings"] = [list("0123456789")] * 7
-    result, metrics = run_multi_turn_rollout(
-        engine, batch, ByteTokenizer(), {"guess_number": env}, 64, max_rollout_turns
-    )
-    return engine, result, metrics
+    return engine, *run_multi_turn_rollout(engine, batch, ByteTokenizer(), {"guess_number": env}, 64, max_rollout_turns)
 
 
 def test_binary_search_player_wins_every_guess_number_game():

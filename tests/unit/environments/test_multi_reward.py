@@ -103,9 +103,7 @@ def test_gdpo_ignores_weights_of_reward_functions_that_the_run_does_not_use():
 
 
 def test_reward_weights_in_both_environment_and_estimator_are_an_error_with_gdpo():
-    with pytest.raises(
-        ValueError, match="env.reward_functions.weights and grpo.adv_estimator.reward_weights are the same"
-    ):
+    with pytest.raises(ValueError, match="env.reward_functions.weights and .*adv_estimator.reward_weights are the"):
         gdpo("grpo.adv_estimator.reward_weights=[1,3]")
     assert gdpo(
         "grpo.adv_estimator.reward_weights=[1,3]", "env.reward_functions.weights=null"

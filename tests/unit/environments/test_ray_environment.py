@@ -138,9 +138,7 @@ def test_reward_functions_run_in_the_main_thread_of_their_ray_actor(ray):
 
 
 @pytest.mark.slow
-def test_environment_in_a_ray_actor_has_working_directory_and_environment_variables_of_the_run(
-    ray, tmp_path, monkeypatch
-):
+def test_environment_in_a_ray_actor_has_working_directory_and_variables_of_the_run(ray, tmp_path, monkeypatch):
     """Ray already runs in another folder. The environment's class does not set `can_be_asked_again`."""
     monkeypatch.chdir(tmp_path)
     given = {
@@ -161,9 +159,7 @@ def test_environment_in_a_ray_actor_has_working_directory_and_environment_variab
     folder, pid = ray.get(env.where.remote())
     assert folder == str(tmp_path) and env.where() == (folder, pid) and env.is_in_main_thread()
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(
-        EnvironmentLostError, match=r"the environment game \(RayEnvironment\(WhereItRuns.*is lost.*can_be_asked_again"
-    ):
+    with pytest.raises(EnvironmentLostError, match=r"game \(RayEnv.*WhereItRuns.*is lost.*can_be_asked_again"):
         answer_of(env, env.step.remote([], []), "game")
     env.close()
     monkeypatch.setattr(remote, "DEADLINE_S", 0.2)
@@ -176,9 +172,7 @@ def test_environment_in_a_ray_actor_has_working_directory_and_environment_variab
 @pytest.mark.slow
 def test_error_for_a_ray_actor_that_does_not_start_names_the_environment(ray, monkeypatch):
     monkeypatch.setattr(remote, "START_SECONDS", 0.0)  # as if its process were stopped
-    with pytest.raises(
-        TimeoutError, match="no answer from an actor of ReverseDigitsEnvironment within 0 s of its start"
-    ):
+    with pytest.raises(TimeoutError, match="no answer from an actor of ReverseDigitsEnvironment within 0 s"):
         ray_environment(ReverseDigitsEnvironment, ({},), {}, SETTINGS)
 
 

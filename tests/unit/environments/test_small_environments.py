@@ -72,9 +72,7 @@ GRID = "1 2 3\n4 5 6\n\n7 8 9"
     (GRID, "line", True, "1 2 3"),
     (GRID, "tag", True, ""),
 ])  # fmt: skip
-def test_reasoning_gym_environment_extracts_single_line_and_multi_line_answers(
-    text, answer_format, several_lines, answer
-):
+def test_reasoning_gym_environment_extracts_answers_of_one_or_several_lines(text, answer_format, several_lines, answer):
     assert extract_answer(text, answer_format, several_lines) == answer
 
 

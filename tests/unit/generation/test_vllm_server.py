@@ -381,9 +381,7 @@ def test_grpo_run_trains_with_an_already_running_vllm_server(algorithm, trainer,
             run.train()
             digest = run.policy.weight_digest()
         assert not server.paused
-    steps = [
-        json.loads(line) for line in (tmp_path / "b" / "logs" / "exp_001" / "metrics.jsonl").read_text().splitlines()
-    ]
+    steps = [json.loads(line) for line in (tmp_path / "b/logs/exp_001/metrics.jsonl").read_text().splitlines()]
     refits = [step for step in steps if "train/refit/version" in step]
     assert [step["train/refit/version"] for step in refits] == [0, 1] and server.version.startswith("1-")
     assert len({step["train/refit/digest"] for step in refits}) == 2 and digest != refits[-1]["train/weights/digest"]

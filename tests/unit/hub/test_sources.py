@@ -217,9 +217,7 @@ def small_gguf(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("gguf")
     draw = np.random.default_rng(0)
-    tokens = (
-        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"] + [chr(c) for c in range(33, 127)] + ["\u0120", "\u010a", "ab"]
-    )
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *map(chr, range(33, 127)), "\u0120", "\u010a", "ab"]
     writer = gguf.GGUFWriter(str(folder / "small.gguf"), "llama")
     settings = {
         "block_count": LAYERS, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": INNER, "head_count": HEADS,
@@ -314,9 +312,7 @@ def test_packaged_model_is_converted_only_once_by_two_concurrent_processes(small
     assert sizes["model.safetensors"] == (folder / "model.safetensors").stat().st_size
 
 
-def test_incompletely_converted_model_is_converted_again_and_a_damaged_gguf_file_is_an_error(
-    small_gguf, tmp_path, monkeypatch, capsys
-):
+def test_incomplete_conversion_is_repeated_and_a_damaged_gguf_is_an_error(small_gguf, tmp_path, monkeypatch, capsys):
     file = small_gguf[0]
     monkeypatch.setenv("NEMO_RL_CPP_CACHE", str(tmp_path))
     monkeypatch.setattr(sources, "smollm2_gguf", lambda: file)

@@ -201,9 +201,7 @@ def test_metrics_have_one_value_per_step_in_trackers_after_resuming_from_an_olde
     assert len(mlflow.runs) == 2, "nothing later was logged: the same run continues"
 
 
-def test_tracker_configuration_takes_precedence_over_environment_variables_of_the_tracker(
-    tmp_path, mlflow, fake, monkeypatch
-):
+def test_tracker_configuration_takes_precedence_over_environment_variables(tmp_path, mlflow, fake, monkeypatch):
     wandb = fake("wandb")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
     monkeypatch.setenv("WANDB_PROJECT", "mine")

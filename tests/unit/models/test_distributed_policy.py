@@ -165,9 +165,7 @@ BESIDE, SHARDED = "policy.overlap_grad_reduce=true", "policy.data_parallel_shard
 @pytest.mark.parametrize(
     "sample, overrides", [(0, ()), (6, (BESIDE,)), (0, (SHARDED, "policy.gradient_blocks=4"))], ids=["after", "beside", "sharded"]
 )  # fmt: skip
-def test_non_finite_gradient_is_reported_with_its_sample_and_the_batch_is_saved(
-    one, two, tmp_path, sample, weight, said
-):
+def test_non_finite_gradient_is_reported_with_its_sample_and_batch_is_saved(one, two, tmp_path, sample, weight, said):
     before, messages = one.weight_digest(), []
     for policy, folder in ((one, tmp_path / "one"), (two, tmp_path / "two")):
         policy.keep_bad_batches(folder)

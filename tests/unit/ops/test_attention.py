@@ -186,9 +186,7 @@ def test_attention_of_a_decode_step_does_not_depend_on_other_sequences_in_the_ba
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(9, 3, 64), (10, 2, 80)], ids=str)
 @pytest.mark.parametrize("window", [0, 9, 64])
-def test_attention_over_a_shared_prefix_is_bit_identical_to_attention_over_a_copied_prefix(
-    shape, dtype, threads, window
-):
+def test_attention_over_a_shared_prefix_is_bit_identical_to_that_over_a_copied_prefix(shape, dtype, threads, window):
     rng = random.Random(7)
     for prefix in [1, 17, 32, 45, 64, 130, 300]:
         lengths = [rng.randint(1, 120) for _ in range(5)]

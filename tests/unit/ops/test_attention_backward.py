@@ -97,9 +97,7 @@ def test_bfloat16_attention_gradients_match_float64_up_to_rounding():
 @pytest.mark.parametrize("dtype,limit", [(torch.float64, 1e-12), (torch.float32, 2e-6)])
 @pytest.mark.parametrize("prompt,lengths", [(45, [30, 64, 7]), (64, [1, 2, 90]), (3, [60] * 8), (200, [128] * 16)])
 @pytest.mark.parametrize("window", [0, 50])
-def test_attention_gradient_of_a_shared_prefix_is_the_sum_over_the_sequences_that_share_it(
-    dtype, limit, prompt, lengths, window
-):
+def test_attention_gradient_of_a_shared_prefix_is_the_sum_over_its_sequences(dtype, limit, prompt, lengths, window):
     shape = (6, 2, 64)
     sequences, tokens = group_layout(prompt, lengths)
     qkv, d_out = inputs(tokens, shape, dtype, dtype)

@@ -60,9 +60,7 @@ def test_value_loss_matches_hand_computed_values():
     r = fn.native(torch.tensor([[3.0, 1.2]]), data, 1.0, 2.0)
     assert float(r.loss) == pytest.approx((9 + 1.44) / 4)
     assert r.grad_values[0].tolist() == pytest.approx([3.0 / 2, 1.2 / 2])
-    low = fn.native(
-        torch.tensor([[0.0, 0.2]]), data, 1.0, 2.0
-    )  # clamped to 0.5: the clipped square is larger, no slope
+    low = fn.native(torch.tensor([[0.0, 0.2]]), data, 1.0, 2.0)  # clamped to 0.5: the clipped square is larger
     assert float(low.loss) == pytest.approx((0.25 + 0.25) / 4) and low.grad_values[0].tolist() == [0.0, 0.0]
     assert low.metrics["vf_clipfrac"] == pytest.approx(1.0)
 

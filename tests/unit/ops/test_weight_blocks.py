@@ -296,9 +296,7 @@ def test_unsupported_quantisation_formats_and_shapes_are_errors():
         dense(torch.zeros(2, 35, dtype=torch.uint8), 32)
     with pytest.raises(ValueError, match="a matrix of 16 columns in blocks"):
         dense(torch.zeros(2, 17, dtype=torch.uint8), 16)
-    with pytest.raises(
-        ValueError, match="lies in whole tiles of 16 rows, which take 544 bytes, not 68: .* zero_blocks"
-    ):
+    with pytest.raises(ValueError, match="in whole tiles of 16 rows, which take 544 bytes, not 68: .* zero_blocks"):
         dense(torch.zeros(2, 34, dtype=torch.uint8), 32)
     blocks = C.zero_blocks(2, 32, "q8_0")
     with pytest.raises(ValueError, match="rows from 1 on of blocks"):

@@ -69,9 +69,7 @@ CASES = [
 @pytest.mark.parametrize(
     "function, triggers, level, words, silent", CASES, ids=[f"{c[0].__name__}-{c[2]}-{i}" for i, c in enumerate(CASES)]
 )
-def test_each_report_warning_appears_only_for_metrics_that_justify_the_warning(
-    function, triggers, level, words, silent
-):
+def test_each_report_warning_appears_only_for_metrics_that_justify_it(function, triggers, level, words, silent):
     finding = function(triggers)
     assert finding is not None, "the history should trigger it"
     assert finding.level == level and words in finding.title, finding

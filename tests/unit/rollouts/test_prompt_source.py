@@ -77,7 +77,5 @@ def test_prompt_source_resumed_with_a_larger_batch_size_skips_an_incomplete_last
 @pytest.mark.parametrize("section", ["grpo", "ppo"])
 def test_error_for_too_few_prompts_names_the_relevant_configuration_section(section):
     wanted = f"{section}.num_prompts_per_step"
-    with pytest.raises(
-        ValueError, match=rf"has 3 rows, fewer than one batch of 4: lower {wanted} \(or {section}.batch"
-    ):
+    with pytest.raises(ValueError, match=rf"3 rows, fewer than one batch of 4: lower {wanted} \(or {section}.batch"):
         make_dataloader(DataConfig(train={}), rows(3), 4, 0, section)

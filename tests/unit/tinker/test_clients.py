@@ -392,9 +392,7 @@ GROUPS = [*answers_to(TOKENS, ANSWERS), *answers_to([9, 8, 7], ANSWERS[1:]), *an
 
 
 @pytest.mark.parametrize("tokens_at_once", [4096, 9])
-def test_tinker_samples_with_a_shared_prompt_train_like_samples_with_separate_prompts(
-    each_service, monkeypatch, tokens_at_once
-):
+def test_tinker_samples_with_shared_prompts_train_like_ones_with_own_prompts(each_service, monkeypatch, tokens_at_once):
     monkeypatch.setattr(adapters, "_TOKENS_AT_ONCE", tokens_at_once)
     together, apart = new_client(each_service), new_client(each_service)
     for client in (together, apart):

@@ -201,9 +201,7 @@ def sampled(runner, requests):
     ],
     ids=["attention", "recurrent", "mixture", "shared keys"],
 )
-def test_generation_with_several_lora_adapters_in_a_batch_is_bit_identical_to_each_alone(
-    dtype, packed, targets, changes
-):
+def test_generation_with_several_lora_adapters_in_a_batch_is_identical_to_each_alone(dtype, packed, targets, changes):
     shared = base(dtype, **changes, vocab_size=64, hidden_size=64, intermediate_size=96)
     models = [apart(dtype, targets[i % 2], seed=i, of=shared) for i in range(8)]
     assert all(model.compute.data_ptr() == shared.compute.data_ptr() for model in models)

@@ -53,9 +53,7 @@ def test_rejected_weight_transfer_keeps_the_old_weights_and_the_next_transfer_su
         else:
             with pytest.raises(C.PeerRefused, match="refit of version 2 was refused by rank 1"):
                 publisher.publish(sent, version)
-            with pytest.raises(
-                C.RefitRefused, match=r"the old weights stay: w is \[8\] Float, \[1000\] Float was expected"
-            ) as caught:
+            with pytest.raises(C.RefitRefused, match=r"old weights stay: w is \[8\] Float, \[1000\] Float") as caught:
                 taking.result(10)
             assert "raised on engine worker 0 of 1" in caught.value.__notes__[0]
         assert group.call_all("total") == [total]

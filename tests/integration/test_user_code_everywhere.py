@@ -11,7 +11,6 @@ import torch
 import user_kinds
 from nemo_rl_cpp import run_grpo_math
 from nemo_rl_cpp.algorithms.callbacks import Callbacks
-from nemo_rl_cpp.distributed.ray_workers import hold_ray, let_ray_go
 from nemo_rl_cpp.environments.loading import ENV_REGISTRY, register_env
 from test_dedicated_engines import apart
 from tiny import workers
@@ -31,7 +30,6 @@ PLACES = {
 }  # fmt: skip
 WAYS = {
     "processes": workers(2),
-    "ray": workers(1, "ray"),
     "async_grpo": (*[text.format("grpo") for text in apart(1, 1)], "grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true"),
 }  # fmt: skip
 COMMON = (
@@ -88,14 +86,6 @@ def expected(tmp_path_factory):
     return rewards
 
 
-@pytest.fixture(scope="module")
-def one_ray():
-    """Keep one Ray cluster for all runs of this file that use Ray."""
-    hold_ray(3)
-    yield
-    let_ray_go()
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_sync_async_and_threaded_rewards_are_equal_on_the_command_line(place, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -107,12 +97,9 @@ def test_sync_async_and_threaded_rewards_are_equal_on_the_command_line(place, ex
     assert rewards == {name: pytest.approx(expected, rel=1e-6) for name in user_kinds.KINDS}
 
 
-@pytest.mark.parametrize(
-    "way, place", [(way, place) for way in WAYS for place in ("reward", "environment") if (way, place) != ("ray", "environment")]
-)  # fmt: skip
-def test_sync_async_and_threaded_rewards_are_equal_in_every_training_mode(way, place, expected, tmp_path, request):
-    if way == "ray":
-        request.getfixturevalue("one_ray")
+@pytest.mark.parametrize("place", ["reward", "environment"])
+@pytest.mark.parametrize("way", WAYS)
+def test_sync_async_and_threaded_rewards_are_equal_in_every_training_mode(way, place, expected, tmp_path):
     with tiny.make(tmp_path, *COMMON, *PLACES[place], *WAYS[way]) as run:
         run.train()
         assert rewards_of(run.history) == {name: pytest.approx(expected, rel=1e-6) for name in user_kinds.KINDS}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import user_kinds
 from fakes import EchoEnvironment
 from nemo_rl_cpp.config import ConfigError
 from nemo_rl_cpp.config.cluster import ClusterConfig
@@ -130,10 +131,15 @@ def test_environments_in_ray_actors_support_the_remote_calls_of_nemo_rl(ray):
 @pytest.mark.slow
 def test_reward_functions_run_in_the_main_thread_of_their_ray_actor(ray):
     """Python allows signal handlers only in the main thread."""
-    functions = [f"{__name__}.{function.__name__}" for function in (signals_itself, judged_by_math_verify)]
-    env = ray_environment(RewardFunctionEnvironment, ({"functions": functions},), {}, SETTINGS)
-    logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": f"${i}$"}] for i in range(3)]
-    assert env.step(logs, [{}] * 3).rewards.tolist() == [2.0] * 3
+    own = {function.__name__: f"{__name__}.{function.__name__}" for function in (signals_itself, judged_by_math_verify)}
+    functions = own | {name: f"user_kinds.{name}" for name in user_kinds.KINDS}
+    settings = {"functions": [*functions.values()], "names": [*functions]}
+    env = ray_environment(RewardFunctionEnvironment, (settings,), {}, SETTINGS)
+    logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": f"${i}$"}] for i in (7, 77, 1)]
+    for _ in range(2):  # async functions meet the event loop of their first call again
+        env.step(logs, [{}] * 3)
+        means = {f"rewards/{name}": 1.0 if name in own else pytest.approx(1 / 3) for name in functions}
+        assert env.pop_metrics() == means
     env.close()
 
 

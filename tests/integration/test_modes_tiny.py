@@ -15,7 +15,7 @@ def check(mode, learned):
     WHAT_SHOWS[mode](learned.history)
 
 
-@pytest.mark.parametrize("mode, seed", tiny.seeds_of({"dapo": (2,), "prorlv2": (2,), "rloo": ()}))
+@pytest.mark.parametrize("mode, seed", tiny.seeds_of({"dapo": (2,), "prorlv2": (), "rloo": ()}))
 def test_dapo_prorlv2_and_rloo_learn_to_reverse_digits(tmp_path, mode, seed):
     """RLOO trains until 0.93, because its accuracy on held-out numbers lags."""
     check(mode, tiny.learn(f"{mode}_tiny.yaml", seed, tmp_path, 0.93 if mode == "rloo" else 0.9))

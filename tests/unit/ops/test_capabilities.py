@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from nemo_rl_cpp import _native
 from nemo_rl_cpp._native import CPU_CAPABILITIES, C
+from test_weight_blocks import PRODUCTS as BLOCK_PRODUCTS
+from test_weight_blocks import SHAPES
 
 ROOT = Path(__file__).resolve().parents[3]
 HIGHER = CPU_CAPABILITIES[CPU_CAPABILITIES.index(C.cpu_capability()) + 1 : -1]
@@ -90,6 +92,7 @@ for dtype, window in ((d, w) for d in (torch.bfloat16, torch.float32) for w in (
         gradients.append(gradient(qkv, shared))
     assert torch.equal(*gradients) and gradients[0].isfinite().all()
 """
+BLOCKS = BLOCK_PRODUCTS + SHAPES.format(140) + "check(300, (300, *EACH[:-1]), (2,), ((146, 224),))\n"
 RUN = """
 from nemo_rl_cpp import run_grpo_math
 assert run_grpo_math.main(sys.argv[1:]) == 0
@@ -115,9 +118,10 @@ print(C.cpu_capability(), flush=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", AVAILABLE)
 def test_kernels_of_every_cpu_capability_give_results_independent_of_the_batch(capability, tmp_path):
-    """Test matrix products, attention with any packing, chunks, prefixes and threads, and a run of three steps."""
+    """Test matrix products, attention with any packing, chunks, prefixes and threads, products with quantised weights,
+    which must have the bits of those with dequantised weights, and a run of three steps."""
     said = under(
-        capability, "-c", USED + ROWS + PRODUCTS + ATTENTION + RUN, "--config", str(ROOT / "configs" / "grpo_tiny.yaml"),
+        capability, "-c", USED + ROWS + PRODUCTS + ATTENTION + BLOCKS + RUN, "--config", str(ROOT / "configs" / "grpo_tiny.yaml"),
         "policy.precision=bfloat16", "grpo.max_num_steps=3", "grpo.val_period=0", "checkpointing.enabled=false",
         f"logger.log_dir={tmp_path}",
     )  # fmt: skip

@@ -9,7 +9,6 @@ import torch
 from block_matrices import SINGLE, blocks_of, dense, matrix_of
 from nemo_rl_cpp._native import C
 from reference import weight_blocks
-from test_capabilities import AVAILABLE, USED, under
 
 GGML = ("q8_0", "q4_0")
 FORMATS = (*GGML, "nf4")
@@ -214,10 +213,6 @@ def check(MOST, ROWS, THREADS, SHAPES):
             whole = y if rows == MOST else whole
 """
 SHAPES = "check({0}, ({0}, 1, 2, 7, 9, 16, 65), (1, 2), ((146, 96), (96, 2048), (1100, 64)))\n"
-# every number of rows that a tile (of at most 32) leaves over, and some where threads share many tiles
-ROWS = (
-    "check(300, (300, *range(1, 67), 95, 97, 127, 129, 145, 191, 193, 255, 257, 287, 289, 299), (2,), ((146, 224),))\n"
-)
 
 
 @pytest.mark.parametrize("kind", GGML)
@@ -233,12 +228,6 @@ def test_sums_of_codes_are_as_near_to_float64_as_products_with_dequantised_weigh
     C.linear_forward(x.float(), weights, None, plain, False)
     exact = x.double() @ weights.double().T
     assert (y - exact).norm() < max(1.5 * (plain - exact).norm(), 1e-6 * exact.norm())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", AVAILABLE)
-def test_products_with_quantised_and_dequantised_weights_are_bit_identical(capability):
-    assert under(capability, "-c", USED + PRODUCTS + SHAPES.format(140) + ROWS).strip() == capability
 
 
 def test_products_with_quantised_and_dequantised_matrices_are_bit_identical_on_the_current_cpu():

@@ -12,7 +12,7 @@ void RopeTable::reserve(std::int64_t positions) {
                      half = static_cast<std::int64_t>(config_.inv_freq.size());
   if (positions <= have) return;
   const std::int64_t size = std::max<std::int64_t>({positions, 2 * have, 256});
-  auto cos = at::empty({size, half}), sin = at::empty({size, half});
+  auto cos = at::empty({size, half}, at::kFloat), sin = at::empty({size, half}, at::kFloat);
   for (std::int64_t p = 0; p < size; ++p)
     for (std::int64_t i = 0; i < half; ++i) {
       // the angle is rounded to float32 first, as transformers does

@@ -1,4 +1,4 @@
-"""Several processes on GPUs. Without a GPU the workers compute on the CPU; on one GPU they share it."""
+"""Several processes on GPUs; on one GPU they share it."""
 
 import fake_gpus
 import pytest
@@ -13,14 +13,12 @@ ON_GPU = "cluster.device=cuda"
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def alone(request, tmp_path_factory):
     precision = f"policy.precision={request.param}"
-    place = (ON_GPU,) if torch.cuda.is_available() else ()
-    return precision, trained(tmp_path_factory.mktemp("alone"), precision, *place)
+    return precision, trained(tmp_path_factory.mktemp("alone"), precision, ON_GPU)
 
 
+@pytest.mark.gpu  # on an emulated one: tests/unit/cuda/test_runs_emulated.py
 @pytest.mark.parametrize("where", [tiny.workers(2), apart(1, 1), apart(2, 1)], ids=["2", "1+1", "2+1"])
-def test_training_on_gpus_is_bit_identical_in_one_and_several_processes(tmp_path, monkeypatch, alone, where):
-    if not torch.cuda.is_available():
-        fake_gpus.install(tmp_path, monkeypatch, "0,1")
+def test_training_on_gpus_is_bit_identical_in_one_and_several_processes(tmp_path, alone, where):
     precision, (digest, rows) = alone
     found, history = trained(tmp_path, ON_GPU, precision, *where, "cluster.worker_timeout_s=60")
     assert found == digest

@@ -37,6 +37,12 @@ RUNS = {
                    mamba_num_heads=4, ssm_state_size=16, mamba_head_dim=32, layer_norm_epsilon=1e-5),
     "short convolutions": model(model_type="lfm2", layer_types="[conv,full_attention]"),
 }  # fmt: skip
+WORKER = """
+import sys
+if "nemo_rl_cpp.distributed.worker" in sys.orig_argv:
+    from cuda_emulation import gpu
+    gpu.emulate({library!r})
+"""
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -45,14 +51,21 @@ gpu.emulate(sys.argv[1])
 import tiny
 tiny.one_thread()
 folder, overrides = Path(sys.argv[2]), sys.argv[3:]
+one, two = (), tiny.workers(2)
+apart = (*two, "policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1")
+blocks = ("policy.gradient_blocks=2", "cluster.worker_timeout_s=60")
+WAYS = {"cpu": ("cluster.device=cpu",), "cuda": ("cluster.device=cuda",)}
+if overrides == ["several processes"]:
+    overrides = ["policy.precision=bfloat16"]
+    WAYS = {name: ("cluster.device=cuda", *blocks, *ranks) for name, ranks in (("one", one), ("two", two), ("apart", apart))}
 rows = {}
-for device in ("cpu", "cuda"):
-    place = ("grpo.max_num_steps=2", f"cluster.device={device}", "policy.kept_activations_gb=0")
-    with tiny.make(folder / device, *tiny.SMALL, *tiny.SAVED_AT_THE_END, *place, *overrides) as run:
+for way, place in WAYS.items():
+    place = ("grpo.max_num_steps=2", *place, "policy.kept_activations_gb=0")
+    with tiny.make(folder / way, *tiny.SMALL, *tiny.SAVED_AT_THE_END, *place, *overrides) as run:
         run.train()
-        rows[device] = run.history
-keys = ("loss", "grad_norm", "reward", "token_mult_prob_error", "max_logprob_gap")
-(folder / "rows.json").write_text(json.dumps({device: [{key: row[key] for key in keys} for row in of] for device, of in rows.items()}))
+        rows[way] = run.history
+keys = ("loss", "grad_norm", "reward", "token_mult_prob_error", "max_logprob_gap", "weights/digest")
+(folder / "rows.json").write_text(json.dumps({way: [{key: row[key] for key in keys} for row in of] for way, of in rows.items()}))
 """
 
 
@@ -61,13 +74,26 @@ def device(objects, tmp_path_factory):
     return build.build_device(objects, tmp_path_factory.mktemp("device"))
 
 
+def rows_of(device, folder, *overrides):
+    """Return the metrics of the steps of PROGRAM's runs, by the way of each run."""
+    (folder / "sitecustomize.py").write_text(WORKER.format(library=str(device)))
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{TESTS}"}
+    program = [sys.executable, "-c", PROGRAM, str(device), str(folder), *overrides]
+    done = subprocess.run(program, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "rows.json").read_text())
+
+
+@pytest.mark.slow
+def test_processes_that_share_an_emulated_gpu_train_the_bits_of_one_process(device, tmp_path):
+    rows = rows_of(device, tmp_path, "several processes")
+    assert rows["one"] == rows["two"] == rows["apart"] and len(rows["one"]) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_run_on_an_emulated_gpu_is_exact_and_trains_as_on_the_cpu(run, device, tmp_path):
-    program = [sys.executable, "-c", PROGRAM, str(device), str(tmp_path), *RUNS[run]]
-    done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(TESTS)})
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads((tmp_path / "rows.json").read_text())
+    rows = rows_of(device, tmp_path, *RUNS[run])
     for own, same in zip(rows["cuda"], rows["cpu"], strict=True):
         assert own["token_mult_prob_error"] == 1.0 and own["max_logprob_gap"] == 0.0
         bound = 1e-3 if "policy.precision=bfloat16" in RUNS[run] else 1e-5

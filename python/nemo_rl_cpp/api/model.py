@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 DEFAULT_NEW_TOKENS = 256
 _OPTIONS = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_strings")
+_one_call = threading.Lock()  # a call sets the engine's config and seed
 
 
 class TextWriter:
@@ -65,21 +67,22 @@ class TextWriter:
         several = prompts_of(prompts)
         if not several:
             return []
-        engine = self.generation
-        usual = engine.config, engine.seed
-        settings = engine.config.model_copy()
-        for name, value in options.items():
-            if value is not None:  # validated like a configuration key
-                setattr(settings, name, stop_texts(value) if name == "stop_strings" else value)
-        if not greedy and settings.temperature == 0:  # `load` sets 0, of an evaluation
-            settings.temperature = 1.0
-        if seed is not None:
-            engine.seed = whole_number("seed", seed, 0, 2**32 - 1)
-        engine.config = settings
-        try:
-            texts = self._texts([prompt for prompt in several for _ in range(n)], n, greedy)
-        finally:
-            engine.config, engine.seed = usual
+        with _one_call:
+            engine = self.generation
+            usual = engine.config, engine.seed
+            settings = engine.config.model_copy()
+            for name, value in options.items():
+                if value is not None:  # validated like a configuration key
+                    setattr(settings, name, stop_texts(value) if name == "stop_strings" else value)
+            if not greedy and settings.temperature == 0:  # `load` sets 0, of an evaluation
+                settings.temperature = 1.0
+            if seed is not None:
+                engine.seed = whole_number("seed", seed, 0, 2**32 - 1)
+            engine.config = settings
+            try:
+                texts = self._texts([prompt for prompt in several for _ in range(n)], n, greedy)
+            finally:
+                engine.config, engine.seed = usual
         return texts if n == 1 else [texts[i : i + n] for i in range(0, len(texts), n)]
 
     def chat(

@@ -1,5 +1,6 @@
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import nemo_rl_cpp
 import pytest
@@ -54,6 +55,15 @@ def test_generation_options_have_equal_effects_on_training_results_and_loaded_mo
     assert result.config.policy.generation.max_new_tokens == 3 and model.generate(
         "12=", max_new_tokens=2
     ) == model.generate("12=", max_new_tokens=2)
+
+
+def test_threads_that_share_a_loaded_model_get_the_texts_of_their_own_settings(model):
+    def texts(seed):
+        return model.generate(EIGHT, n=8, temperature=1.0, max_new_tokens=64 + seed, seed=seed)
+
+    alone = [texts(seed) for seed in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(texts, range(8))) == alone
 
 
 @pytest.mark.parametrize("options", [{"n": 6}, {"greedy": False}, {"top_k": 3}, {"top_p": 0.9}])

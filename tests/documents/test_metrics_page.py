@@ -34,7 +34,7 @@ def unexplained(logged):
 RUNS = {
     "prorlv2_tiny.yaml": (
         *tiny.SMALL, "grpo.max_num_steps=2", "loss_fn.positive_example_nll_weight=0.1", "grpo.seq_logprob_error_threshold=2",
-        "grpo.val_period=1", "grpo.val_num_generations_per_prompt=2", "grpo.max_val_samples=8",
+        "grpo.val_period=1", "grpo.val_num_generations_per_prompt=2", "grpo.max_val_samples=8", "policy.generation.top_p=0.9",
     ),
     "ppo_tiny.yaml": ("ppo.max_num_steps=2", "ppo.val_period=2", "ppo.max_val_samples=8"),
     "grpo_guess_number.yaml": ("grpo.max_num_steps=1", "grpo.val_period=1"),

@@ -41,7 +41,7 @@ def work(text: str, total: float, always: bool = False) -> Iterator[Callable[[fl
     the work takes more than a few seconds."""
     begin = last = time.monotonic()
     done, drawn = 0.0, False
-    shown, terminal = always or _began is not None, sys.stderr is not None and sys.stderr.isatty()
+    shown, terminal = always or _began is not None, getattr(sys.stderr, "isatty", bool)()
 
     def advance(amount: float) -> None:
         nonlocal done, last, drawn

@@ -108,8 +108,9 @@ class TimeoutChecker:
 
     def check_save(self) -> bool:
         """Return True the first time that the run must save and end, otherwise False."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
         due = not self._told and time.monotonic() - self.start_time + self._slowest >= self.limit
         self._told = self._told or due
         return due

@@ -168,5 +168,5 @@ def _choose_mode(console: Console | None) -> str:
     ipython = sys.modules.get("IPython")  # an import is not enough: a notebook kernel must run in this process
     if ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None:
         return "notebook"
-    terminal = console.is_terminal if console is not None else sys.stdout is not None and sys.stdout.isatty()
+    terminal = console.is_terminal if console is not None else getattr(sys.stdout, "isatty", bool)()
     return "live" if terminal else "plain"

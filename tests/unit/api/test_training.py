@@ -26,6 +26,21 @@ def test_train_grpo_returns_step_metrics_rewards_and_validation_results(tmp_path
     assert result.log_dir.is_relative_to(tmp_path) and "<iframe" in result._repr_html_()
 
 
+class WritesOnly:  # what scripts that copy their output to a file put in place of stdout
+    def write(self, text):
+        return len(text)
+
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize("stream", [None, WritesOnly()])
+def test_train_grpo_runs_without_stdout_or_with_one_that_is_no_file(stream, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setattr("sys.stderr", stream)
+    assert len(run(tmp_path, num_steps=1).rewards) == 1
+
+
 def test_string_prompts_are_continued_as_text_and_conversations_use_the_chat_template(tmp_path):
     seen = []
 

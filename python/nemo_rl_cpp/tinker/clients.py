@@ -36,6 +36,16 @@ def _async(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], 
     return call_async
 
 
+def _awaited(call: Callable[Concatenate[S, P], Awaitable[T]]) -> Callable[Concatenate[S, P], Awaitable[T]]:
+    """Return the variant of a method for which the SDK's coroutine function returns the result, not a future of it."""
+
+    @functools.wraps(call)
+    async def call_async(self: S, *args: P.args, **options: P.kwargs) -> T:
+        return await call(self, *args, **options)
+
+    return call_async
+
+
 class ServiceClient(AbstractContextManager["ServiceClient"]):
     """A Tinker service in this process: a base model, and the thread that trains its LoRA models and samples from them.
     The methods that make a client return a future of it.
@@ -101,10 +111,10 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
     def _model(self, shape: Shape) -> Model:
         return Model(f"{self._session}:train:{next(self._numbers)}", Facts(self._core.base.names[0], shape))
 
-    create_lora_training_client_async = _async(create_lora_training_client)
-    create_training_client_from_state_async = _async(create_training_client_from_state)
-    create_training_client_from_state_with_optimizer_async = _async(create_training_client_from_state_with_optimizer)
-    create_sampling_client_async = _async(create_sampling_client)
+    create_lora_training_client_async = _awaited(create_lora_training_client)
+    create_training_client_from_state_async = _awaited(create_training_client_from_state)
+    create_training_client_from_state_with_optimizer_async = _awaited(create_training_client_from_state_with_optimizer)
+    create_sampling_client_async = _awaited(create_sampling_client)
 
 
 @dataclass(eq=False)
@@ -182,7 +192,7 @@ class TrainingClient:
     load_state_with_optimizer_async = _async(load_state_with_optimizer)
     save_weights_for_sampler_async = _async(save_weights_for_sampler)
     save_weights_external_async = _async(save_weights_external)
-    save_weights_and_get_sampling_client_async = _async(save_weights_and_get_sampling_client)
+    save_weights_and_get_sampling_client_async = _awaited(save_weights_and_get_sampling_client)
 
 
 @dataclass(eq=False)
@@ -216,5 +226,5 @@ class SamplingClient:
         tokens = types.tokens_of(prompt, "the prompt")
         return self._core.worker.do(lambda: self._core.prompt_logprobs(self._sampler, tokens))
 
-    sample_async = _async(sample)
-    compute_logprobs_async = _async(compute_logprobs)
+    sample_async = _awaited(sample)
+    compute_logprobs_async = _awaited(compute_logprobs)

@@ -111,6 +111,18 @@ def test_asynchronous_tinker_client_trains_saves_and_loads_a_state(each_service)
     asyncio.run(loop())
 
 
+def test_asynchronous_calls_give_clients_and_samples_themselves_as_in_the_sdk(service):
+    async def loop() -> None:
+        client = await service.create_lora_training_client_async(rank=4, seed=2)
+        assert client.get_tokenizer() is not None
+        sampler = await client.save_weights_and_get_sampling_client_async()
+        params = SamplingParams(max_tokens=5, seed=1, stop=[])
+        (answer,) = (await sampler.sample_async(TOKENS, 1, params)).sequences
+        assert (await sampler.compute_logprobs_async(TOKENS + answer.tokens))[len(TOKENS) :] == answer.logprobs
+
+    asyncio.run(loop())
+
+
 OLDS = [[-5.7, -5.9, -5.6, -5.5], [-5.8, -5.2, -6.0]]
 MASKS, ADVANTAGES = [[0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0]], [[0.0, 1.0, 1.0, -2.0], [0.0, 0.0, 1.5]]
 
